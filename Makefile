@@ -1,0 +1,71 @@
+# Everything runs in a virtual environment at the root; the first target that needs it makes it.
+#   make test PYTEST_ARGS="-k merge -x"     choose tests
+#   make venv PYTHON=python3.12             another interpreter
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.made
+PYTEST := $(BIN)/python -m pytest
+
+# The engine must neither look for models on the network nor report its use.
+export HF_HUB_OFFLINE := 1
+export VLLM_NO_USAGE_STATS := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help venv demo lint format test test-fast test-engine soak bench proto clean distclean
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
+
+$(STAMP): pyproject.toml constraints.txt tools/make_venv.sh tools/check_venv.py tools/engine-requirements.txt
+	@bash tools/make_venv.sh $(VENV) $(PYTHON)
+	@touch $@
+
+venv: $(STAMP) ## make .venv: stagecache, its tools, vLLM and vLLM-Omni for a CPU (2 to 4 minutes, 2 GB)
+
+demo: $(STAMP) ## start a daemon, run a workload against it and show what it saves
+	@$(BIN)/stagecache demo $(DEMO_ARGS)
+
+lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: $(STAMP) ## all tests but the soak, fast ones first
+	$(PYTEST) -m "not soak" $(PYTEST_ARGS)
+
+test-fast: $(STAMP) ## tests that need no engine, no kills and no patience
+	$(PYTEST) -m "not (slow or crash or engine or soak)" $(PYTEST_ARGS)
+
+test-engine: $(STAMP) ## tests against the real vLLM engine and vLLM-Omni runner
+	$(PYTEST) -m "engine and not soak" $(PYTEST_ARGS)
+
+soak: $(STAMP) ## long random runs with kills
+	$(PYTEST) -m soak $(PYTEST_ARGS)
+
+bench: $(STAMP) ## the figures of the README, measured on this machine
+	@$(BIN)/stagecache bench $(BENCH_ARGS)
+
+proto: $(STAMP) ## generate the stubs again after a change of the .proto file
+	$(BIN)/python tools/gen_proto.py
+
+clean: ## remove caches and build output, keep the environment
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## also remove the environment
+	rm -rf $(VENV)

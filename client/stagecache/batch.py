@@ -1,0 +1,152 @@
+"""The batch of one step: who is in it, how many rows each has, and where they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagecache.errors import SlotMismatchError, StepTooLargeError
+from stagecache.requests import Positions, RequestTable
+from stagecache.slots import Runs, batch_runs, decode_slots
+from stagecache.step import BatchView
+from stagecache_wire.geometry import Geometry
+from stagecache_wire.records import expand_runs
+
+
+@dataclass(slots=True)
+class Batch:
+    """Layout of a step's rows, in batch order.
+
+    counts: rows of each request; None where each has one. offsets: first row of each, [requests + 1]; None likewise.
+    first: int64 [requests], first position. ends: first + counts. rows: int64 [requests], places in the request table.
+    runs: of all rows. tokens: sum of counts.
+    """
+
+    req_ids: list[str]
+    tokens: int
+    counts: list[int] | None
+    offsets: list[int] | None
+    first: Positions
+    ends: Positions
+    rows: NDArray[np.int64]
+    runs: Runs
+
+    def span(self, index: int) -> tuple[int, int]:
+        """First and end row of the request at ``index``."""
+        if self.offsets is None:
+            return index, index + 1
+        return self.offsets[index], self.offsets[index + 1]
+
+    def slots(self) -> NDArray[np.int64]:
+        """int64 [tokens]: the slot of each row."""
+        return self.runs.astype(np.int64) if self.runs.ndim == 1 else expand_runs(self.runs)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """First and end row of every request."""
+        if self.offsets is None:
+            return [(row, row + 1) for row in range(len(self.req_ids))]
+        return list(pairwise(self.offsets))
+
+
+class BatchReader:
+    """Reads the live batch; what a decode step shares with the one before is kept. Engine thread only."""
+
+    def __init__(self, view: BatchView, geometry: Geometry, requests: RequestTable) -> None:
+        self._view = view
+        self._geometry = geometry
+        self._requests = requests
+        self._last_ids: list[str] = []
+        self._last_version = -1
+        self._last_rows: NDArray[np.int64] = np.empty(0, np.int64)
+
+    def read(self, scheduled: Mapping[str, int], planned: int, tokens: int) -> Batch:
+        """The batch of a step that the scheduler planned with ``planned`` tokens and that brought ``tokens`` rows.
+
+        Raises:
+            SlotMismatchError: the batch does not have so many rows, or its slots do not cover them (W6).
+            StepTooLargeError: more rows than a page holds (W6).
+        """
+        ids = self._view.req_ids()
+        ids = self._last_ids if ids == self._last_ids else list(ids)
+        if planned != tokens:
+            raise self._mismatch(planned, tokens)
+        if tokens > self._geometry.staging_capacity_tokens:
+            raise StepTooLargeError(
+                f"a step of {tokens} tokens, a staging page holds {self._geometry.staging_capacity_tokens}.",
+                remedy="Attach with staging_capacity_tokens of the engine's max_num_batched_tokens.",
+            )
+        size = len(ids)
+        first = np.asarray(self._view.num_computed()[:size], np.int64)
+        decode = tokens == size == len(scheduled) and min(scheduled.values(), default=1) == 1
+        if decode and not all(map(scheduled.__contains__, ids)):
+            decode = False
+        if decode:
+            runs = decode_slots(self._view.block_table(), first, self._geometry.block_size, self._geometry.num_blocks)
+            return Batch(ids, tokens, None, None, first, first + 1, self._rows(ids), runs)
+        counts = [max(scheduled.get(req_id, 0), 0) for req_id in ids]
+        count_array = np.array(counts, np.int64)
+        ends = np.cumsum(count_array)
+        total = int(ends[-1]) if size else 0
+        if total != tokens:
+            raise self._mismatch(total, tokens)
+        runs = batch_runs(
+            self._view.block_table(), first, count_array, self._geometry.block_size, self._geometry.num_blocks
+        )
+        return Batch(ids, tokens, counts, [0, *ends.tolist()], first, first + count_array, self._rows(ids), runs)
+
+    @staticmethod
+    def _mismatch(slots: int, tokens: int) -> SlotMismatchError:
+        return SlotMismatchError(
+            f"the step has slots for {slots} tokens, the save brought {tokens}.",
+            remedy="save_outputs must be called with the batch of the last new_step_starts.",
+        )
+
+    def _rows(self, ids: list[str]) -> NDArray[np.int64]:
+        requests = self._requests
+        if requests.version != self._last_version or ids != self._last_ids:
+            self._last_rows = np.array([self._row(req_id) for req_id in ids], np.int64)
+            self._last_ids, self._last_version = ids, requests.version
+        return self._last_rows
+
+    def _row(self, req_id: str) -> int:
+        state = self._requests.live.get(req_id)
+        if state is None:  # The engine ran it before the cache was attached.
+            state = self._requests.start(req_id, [])
+        return state.period.row
+
+
+def scheduled_runs(
+    scheduled: Mapping[str, int], starts: Mapping[str, int], requests: RequestTable, geometry: Geometry
+) -> Runs:
+    """Slots that a step was to write, from the scheduler's plan alone: the live batch may not have got so far (W8).
+
+    starts: first position by request. Positions beyond a request's known blocks are left out.
+    """
+    parts: list[Runs] = []
+    size = geometry.block_size
+    for req_id, count in scheduled.items():
+        state = requests.live.get(req_id)
+        start = starts.get(req_id)
+        if state is None or start is None or count <= 0 or start < 0:
+            continue
+        end = min(start + count, len(state.blocks) * size)
+        if end > start:
+            parts.append(
+                batch_runs(
+                    np.array([state.blocks]), np.array([start]), np.array([end - start]), size, geometry.num_blocks
+                )
+            )
+    return np.concatenate(parts) if parts else np.empty((0, 2), np.uint32)
+
+
+def start_positions(new: Sequence[Any], cached: Any) -> dict[str, int]:
+    """First position of every request that a scheduler output names."""
+    starts = {request.req_id: int(request.num_computed_tokens or 0) for request in new}
+    if cached is not None:
+        starts.update(zip(cached.req_ids, (int(count) for count in cached.num_computed_tokens), strict=False))
+    return starts

@@ -1,0 +1,272 @@
+"""Hits: which rows a request needs from the pool, the gathers that bring them, and what came of each.
+
+The worker plans: it gives each (request, key) an extent of the arena, sized for the hit and this step's rows behind
+it, and an entry of the result table, before it logs the gather. The daemon only fills them.
+
+A hit that finds no extent or no entry is brought over in pieces, through the part of the arena that is set aside for
+that, while the engine thread waits: slower, and never an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from stagecache.arena import Arena, Extent
+from stagecache.errors import StageCacheError, UnreadableHitError
+from stagecache.mapping import StagedKey
+from stagecache.policy import HIDDEN_KEY
+from stagecache.session import Session
+from stagecache.slots import Runs, span_runs
+from stagecache_wire import layout
+from stagecache_wire.records import GATHER_DTYPE, Kind, Record
+
+BOUNCE_RESULT = 0
+"""Entry of the result table that pieces through the bounce use."""
+
+_MAX_GATHERS = 512
+_MAX_RUNS = 1 << 16
+
+
+@dataclass(slots=True)
+class Found:
+    """What the daemon found of a span: see ``stagecached.keystore.Gathered``."""
+
+    unknown: int = 0
+    absent: int = 0
+    pending: int = 0
+    unknown_end: int = 0
+    absent_end: int = 0
+    first_missing: int = 0
+
+
+@dataclass(slots=True)
+class Gather:
+    """One (request, key): where its rows go, and which record brings them.
+
+    extent: hit rows, then room for this step's. result: entry of the result table. sequence: of the last record that
+    gathered it. pieces, found: instead of an extent, where it came through the bounce. error: it cannot be had.
+    """
+
+    key: StagedKey
+    extent: Extent | None = None
+    result: int = -1
+    sequence: int = 0
+    pieces: torch.Tensor | None = None
+    found: Found | None = None
+    error: StageCacheError | None = None
+
+
+@dataclass(slots=True)
+class Hit:
+    """Positions [low, high) of a request come from the pool; ``tail`` rows of this step follow them.
+
+    blocks: the request's block ids, as many as cover ``high``. gathers: by key name.
+    """
+
+    req_id: str
+    low: int
+    high: int
+    tail: int
+    blocks: list[int]
+    runs: Runs
+    gathers: dict[str, Gather] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        return self.high - self.low
+
+
+class HitReader:
+    """Plans gathers and reads what came of them. ``plan`` and ``resolve`` on the engine thread; ``read`` on any."""
+
+    def __init__(self, session: Session, arena: Arena, block_size: int, max_results: int) -> None:
+        self._session = session
+        self._arena = arena
+        self._block_size = block_size
+        self._results = list(range(max_results - 1, BOUNCE_RESULT, -1))
+        self.spilled = 0
+        """Gathers that went through the bounce."""
+
+    def plan(self, hits: Iterable[Hit], keys: list[StagedKey]) -> list[tuple[Hit, Gather]]:
+        """Give each hit an extent and a result for each key that it has none for. Caller holds the cache's lock."""
+        planned = []
+        for hit in hits:
+            for key in keys:
+                if key.schema.name in hit.gathers:
+                    continue
+                gather = hit.gathers[key.schema.name] = Gather(key)
+                if self._results:
+                    gather.extent = self._arena.allocate((hit.rows + hit.tail) * key.schema.row_bytes)
+                    if gather.extent is not None:
+                        gather.result = self._results.pop()
+                planned.append((hit, gather))
+        return planned
+
+    def records(self, planned: list[tuple[Hit, Gather]]) -> list[tuple[Record, list[tuple[Hit, Gather]]]]:
+        """Records that bring the gathers that have an extent, as few as fit, each with what it brings."""
+        records: list[tuple[Record, list[tuple[Hit, Gather]]]] = []
+        open_until: list[tuple[Hit, Gather]] = []
+        runs = 0
+        seen: set[int] = set()
+        for hit, gather in planned:
+            if gather.extent is None:
+                continue
+            more = 0 if id(hit) in seen else len(hit.runs)
+            if open_until and (len(open_until) >= _MAX_GATHERS or runs + more > _MAX_RUNS):
+                records.append((self._record(open_until), open_until))
+                open_until, runs = [], 0
+                seen.clear()
+                more = len(hit.runs)
+            seen.add(id(hit))
+            open_until.append((hit, gather))
+            runs += more
+        if open_until:
+            records.append((self._record(open_until), open_until))
+        return records
+
+    @staticmethod
+    def _record(planned: list[tuple[Hit, Gather]]) -> Record:
+        spans: dict[int, int] = {}
+        span_words: list[tuple[int, int, int, int]] = []
+        runs: list[Runs] = []
+        first = 0
+        gathers = np.zeros(len(planned), GATHER_DTYPE)
+        for index, (hit, gather) in enumerate(planned):
+            span = spans.get(id(hit))
+            if span is None:
+                span = spans[id(hit)] = len(span_words)
+                span_words.append((first, len(hit.runs), hit.rows, 0))
+                runs.append(hit.runs)
+                first += len(hit.runs)
+            assert gather.extent is not None
+            gathers[index] = (span, gather.key.key_id, gather.result, 0, gather.extent.offset)
+        return Record(
+            0,
+            Kind.BEGIN,
+            spans=np.array(span_words, np.uint32),
+            span_runs=np.concatenate(runs),
+            gathers=gathers,
+        )
+
+    @staticmethod
+    def logged(planned: list[tuple[Hit, Gather]], sequence: int) -> None:
+        """The gathers are in the record ``sequence``."""
+        for _, gather in planned:
+            if gather.extent is not None:
+                gather.sequence = sequence
+
+    def spill(self, planned: list[tuple[Hit, Gather]], timeout_s: float) -> None:
+        """Bring over, now and in pieces, every gather that has no extent. An error is kept for ``read``."""
+        for hit, gather in planned:
+            if gather.extent is not None or gather.error is not None:
+                continue
+            self.spilled += 1
+            try:
+                self._spill_one(hit, gather, timeout_s)
+            except StageCacheError as error:
+                gather.error = error
+
+    def _spill_one(self, hit: Hit, gather: Gather, timeout_s: float) -> None:
+        key, bounce = gather.key, self._arena.bounce
+        row_bytes = key.schema.row_bytes
+        step = bounce.size // row_bytes
+        if step < 1:
+            raise UnreadableHitError(
+                f"a row of key {key.schema.name} has {row_bytes} bytes, the arena's bounce {bounce.size}.",
+                req_id=hit.req_id,
+                key=key.schema.name,
+                slots=(),
+                remedy="Raise arena_bytes.",
+            )
+        pieces = torch.empty((hit.rows + hit.tail) * row_bytes, dtype=torch.uint8)
+        raw = pieces.numpy()
+        total = Found(first_missing=hit.rows)
+        for start in range(0, hit.rows, step):
+            rows = min(step, hit.rows - start)
+            runs = span_runs(hit.blocks, hit.low + start, hit.low + start + rows, self._block_size)
+            part = Hit(hit.req_id, hit.low + start, hit.low + start + rows, 0, hit.blocks, runs)
+            piece = Gather(key, Extent(bounce.offset, bounce.size), BOUNCE_RESULT)
+            sequence = self._session.append(self._record([(part, piece)]))
+            self._session.wait_consumed(sequence, timeout_s, f"the hit of request {hit.req_id}")
+            found = self._result(BOUNCE_RESULT, sequence)
+            raw[start * row_bytes : (start + rows) * row_bytes] = self._arena.data[
+                bounce.offset : bounce.offset + rows * row_bytes
+            ]
+            total.unknown += found.unknown
+            total.absent += found.absent
+            total.pending += found.pending
+            if found.unknown_end:
+                total.unknown_end = start + found.unknown_end
+            if found.absent_end:
+                total.absent_end = start + found.absent_end
+            if found.first_missing < rows:
+                total.first_missing = min(total.first_missing, start + found.first_missing)
+        gather.pieces, gather.found = pieces, total
+
+    def read(self, hit: Hit, gather: Gather, begin: int, timeout_s: float) -> torch.Tensor:
+        """uint8 [(rows + tail) * row_bytes]: the extent (or the pieces) of a gather whose rows are all readable from
+        position ``begin`` on. Waits for the record; holds no lock.
+
+        Raises:
+            UnreadableHitError: a needed row is UNKNOWN, or ABSENT for hidden states (H4).
+            DaemonLostError, SessionFailedError, CallDeadlineError: the record was not done.
+        """
+        if gather.error is not None:
+            raise gather.error
+        if gather.pieces is None:
+            self._session.wait_consumed(gather.sequence, timeout_s, f"the hit of request {hit.req_id}")
+            gather.found = self._result(gather.result, gather.sequence)
+        assert gather.found is not None
+        self._check(hit, gather, gather.found, begin)
+        if gather.pieces is not None:
+            return gather.pieces
+        assert gather.extent is not None
+        extent = gather.extent
+        size = (hit.rows + hit.tail) * gather.key.schema.row_bytes
+        return torch.from_numpy(self._arena.data[extent.offset : extent.offset + size])
+
+    def release(self, gathers: Iterable[Gather]) -> None:
+        """Give back extents and results of a step that is over. Caller holds the cache's lock."""
+        for gather in gathers:
+            if gather.result >= 0:
+                self._results.append(gather.result)
+                gather.result = -1
+            if gather.extent is not None:
+                self._arena.free(gather.extent)
+                gather.extent = None
+
+    def _result(self, index: int, sequence: int) -> Found:
+        words = self._session.control.result(index)
+        if words[layout.R_SEQUENCE] != sequence:
+            raise StageCacheError(
+                f"result {index} is of record {words[layout.R_SEQUENCE]}, expected {sequence}: no rows are given."
+            )
+        low = (1 << 32) - 1
+        unknown, absent = words[layout.R_UNKNOWN], words[layout.R_ABSENT]
+        return Found(
+            unknown & low, absent & low, words[layout.R_PENDING], unknown >> 32, absent >> 32,
+            words[layout.R_FIRST_MISSING],
+        )  # fmt: skip
+
+    def _check(self, hit: Hit, gather: Gather, found: Found, begin: int) -> None:
+        hidden = gather.key.schema.name == HIDDEN_KEY
+        needed = max(begin - hit.low, 0)
+        end = max(found.unknown_end, found.absent_end if hidden else 0)
+        if end <= needed:
+            return
+        size = self._block_size
+        positions = sorted({hit.low + max(found.first_missing, needed), hit.low + end - 1})
+        slots = [hit.blocks[position // size] * size + position % size for position in positions]
+        raise UnreadableHitError(
+            f"request {hit.req_id} hit positions {hit.low} to {hit.high - 1}, but rows of key {gather.key.schema.name} "
+            f"are not there: {found.unknown} unknown, {found.pending} pending, {found.absent} absent; slots {slots[0]} "
+            f"to {slots[-1]}. Rows are never guessed.",
+            req_id=hit.req_id,
+            key=gather.key.schema.name,
+            slots=slots,
+            remedy="Reset the stage (`stagecache reset`), so that the engine forgets the hashes of these blocks.",
+        )

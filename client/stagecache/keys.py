@@ -1,0 +1,149 @@
+"""Which outputs are per-token rows: discovery by first dimension, declared roles, provisional keys (K1 to K5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stagecache.errors import SchemaMismatchError, StageCacheError
+from stagecache.mapping import StagedKey, dtype_name
+from stagecache.policy import HIDDEN_KEY, ModelCachePolicy
+from stagecache_wire.geometry import DTYPE_BYTES, KeySchema
+
+OpenKey = Callable[[KeySchema], StagedKey]
+
+
+@dataclass(slots=True)
+class Split:
+    """One step's outputs, by how they are treated. Tensors are the live buffers, cut to the step's n tokens.
+
+    immediate, deferred: rows of open keys.
+    unopened: per-token rows whose key could not be opened, with the cause: handed out, but not kept.
+    failed: keys refused in this step (K3), with the error for materialize.
+    leftover: everything else.
+    demoted: provisional keys given up in this step, to be closed.
+    """
+
+    immediate: list[tuple[StagedKey, torch.Tensor]] = field(default_factory=list)
+    deferred: list[tuple[StagedKey, torch.Tensor]] = field(default_factory=list)
+    unopened: list[tuple[str, torch.Tensor, StageCacheError]] = field(default_factory=list)
+    failed: list[tuple[StagedKey | None, SchemaMismatchError]] = field(default_factory=list)
+    leftover: dict[str, Any] = field(default_factory=dict)
+    demoted: list[StagedKey] = field(default_factory=list)
+
+
+class KeyBook:
+    """The keys of a session and the rules by which outputs find theirs. Engine thread only."""
+
+    def __init__(self, open_key: OpenKey, policy: ModelCachePolicy, declared: frozenset[str] = frozenset()) -> None:
+        """open_key makes a key at the daemon. declared: names whose schema was given at attach."""
+        self._open_key = open_key
+        self._declared = declared
+        self.policy = policy
+        self.open: dict[str, StagedKey] = {}
+        self._provisional: set[str] = set()
+        self._demoted: set[str] = set()
+
+    def add(self, key: StagedKey) -> None:
+        """A key that the daemon opened."""
+        self.open[key.schema.name] = key
+        if key.schema.provisional:
+            self._provisional.add(key.schema.name)
+
+    def hit_keys(self) -> list[StagedKey]:
+        """Keys that a hit gathers: hidden first where the model needs it, then the others by name."""
+        names = sorted(name for name in self.open if name != HIDDEN_KEY)
+        if self.policy.needs_full_hidden_states and HIDDEN_KEY in self.open:
+            names.insert(0, HIDDEN_KEY)
+        return [self.open[name] for name in names]
+
+    def split(
+        self, hidden: torch.Tensor | None, outputs: Mapping[str, Any], n: int, padded: int, batch_size: int
+    ) -> Split:
+        """Sort a step's outputs.
+
+        hidden: [>= n, ...]. outputs: multimodal values by flat name. n: tokens of the step. padded: n, or the
+        CUDA-graph size. batch_size: requests in the batch.
+        """
+        split = Split()
+        if hidden is not None and self.policy.needs_full_hidden_states and n > 0:
+            self._hidden(split, hidden, n)
+        for name, value in outputs.items():
+            if name == HIDDEN_KEY:
+                continue
+            role = self._role(name)
+            if n == 0 or role == "global" or name in self._demoted:
+                split.leftover[name] = value
+            else:
+                self._output(split, name, value, n, padded, batch_size, declared=role == "token")
+        return split
+
+    def _role(self, name: str) -> str | None:
+        role = self.policy.key_roles.get(name)
+        if role is None and (name in self.policy.deferred_keys or name in self._declared):
+            return "token"
+        return role
+
+    def _hidden(self, split: Split, hidden: torch.Tensor, n: int) -> None:
+        if hidden.ndim < 1 or hidden.shape[0] < n:
+            self._refuse(split, HIDDEN_KEY, hidden, f"{n} rows")
+            return
+        self._rows(split, HIDDEN_KEY, hidden, n, provisional=False)
+
+    def _output(
+        self, split: Split, name: str, value: Any, n: int, padded: int, batch_size: int, *, declared: bool
+    ) -> None:
+        key = self.open.get(name)
+        tensor = isinstance(value, torch.Tensor)
+        per_token = tensor and value.ndim >= 1 and value.shape[0] in (n, padded) and dtype_name(value.dtype) in DTYPE_BYTES
+        if name in self._provisional and key is not None:
+            if not per_token or not key.fits(value):
+                self._demote(split, key)
+                split.leftover[name] = value
+                return
+            if n != batch_size:
+                self._provisional.discard(name)
+        if per_token:
+            self._rows(split, name, value, n, provisional=not declared and n == batch_size)
+        elif tensor and (key is not None or declared):
+            self._refuse(split, name, value, f"a first dimension of {n}" + (f" or {padded}" if padded != n else ""))
+        else:
+            split.leftover[name] = value
+
+    def _rows(self, split: Split, name: str, tensor: torch.Tensor, n: int, *, provisional: bool) -> None:
+        key = self.open.get(name)
+        if key is None:
+            schema = KeySchema(name, dtype_name(tensor.dtype), tuple(tensor.shape[1:]), provisional)
+            try:
+                key = self._open_key(schema)
+            except StageCacheError as error:
+                split.unopened.append((name, tensor[:n], error))
+                return
+            self.add(key)
+        if not key.fits(tensor):
+            self._refuse(split, name, tensor, f"{key.schema.dtype} rows of shape {key.schema.row_shape}")
+            return
+        rows = tensor[:n]
+        (split.deferred if name in self.policy.deferred_keys else split.immediate).append((key, rows))
+
+    def _refuse(self, split: Split, name: str, tensor: torch.Tensor, wanted: str) -> None:
+        """K3: this key, this step only."""
+        key = self.open.get(name)
+        found = f"{dtype_name(tensor.dtype)} of shape {tuple(tensor.shape)}"
+        had = "not opened yet" if key is None else f"opened with {key.schema.dtype} rows of shape {key.schema.row_shape}"
+        error = SchemaMismatchError(
+            f"key {name}: {had}, this step brought {found}, where {wanted} were expected; the key was not saved in this "
+            "step.",
+            remedy="A model must keep a key's dtype and row shape; declare it global if it is no per-token row.",
+        )
+        split.failed.append((key, error))
+
+    def _demote(self, split: Split, key: StagedKey) -> None:
+        name = key.schema.name
+        self._provisional.discard(name)
+        self._demoted.add(name)
+        del self.open[name]
+        split.demoted.append(key)

@@ -1,0 +1,136 @@
+"""A daemon of one's own: started as a child on a private socket, gone when its owner is.
+
+    with LocalDaemon(directory) as daemon:
+        os.environ["STAGECACHE_SOCKET"] = str(daemon.socket)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from stagecache.control import ping
+from stagecache.errors import DaemonUnavailableError, StageCacheError
+
+_PR_SET_PDEATHSIG = 1
+_SOCKET_PATH_LIMIT = 100  # bytes; sun_path holds 107, and the daemon puts its peer socket beside the socket
+
+
+class LocalDaemon:
+    """Starts ``python -m stagecached`` and stops it by its own process id.
+
+    The child is in a session of its own, so Ctrl-C on a terminal reaches only its owner, which then stops it; should
+    the owner be killed, the kernel terminates the child.
+
+    Args:
+        directory: existing directory for the socket and the log (``stagecached.log``).
+        arguments: further arguments of stagecached.
+        start_timeout_s: how long it may take until it serves.
+        stop_timeout_s: how long it may take to stop before it is killed.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        arguments: Sequence[str] = (),
+        start_timeout_s: float = 20.0,
+        stop_timeout_s: float = 10.0,
+    ) -> None:
+        self.socket = directory / "stagecached.sock"
+        self.log = directory / "stagecached.log"
+        self.start_s = 0.0
+        self._arguments = tuple(arguments)
+        self._start_timeout_s = start_timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else None
+
+    def __enter__(self) -> LocalDaemon:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start it and wait until it serves.
+
+        Raises:
+            DaemonUnavailableError: it ended, or does not serve in time; the text has the end of its log.
+        """
+        if len(os.fsencode(self.socket)) > _SOCKET_PATH_LIMIT:
+            raise DaemonUnavailableError(
+                f"the socket path {self.socket} is too long for a Unix socket.", remedy="Set TMPDIR to a shorter path"
+            )
+        started = time.monotonic()
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "stagecached", "--socket", str(self.socket), *self._arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        try:
+            self._wait_ready(self._process, started + self._start_timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+        self.start_s = time.monotonic() - started
+
+    def _wait_ready(self, process: subprocess.Popen[bytes], deadline: float) -> None:
+        while True:
+            if process.poll() is not None:
+                raise DaemonUnavailableError(f"stagecached ended with status {process.returncode}:\n{self.log_tail()}")
+            try:
+                ping(self.socket, timeout_s=1.0)
+                return
+            except StageCacheError as error:
+                if time.monotonic() > deadline:
+                    raise DaemonUnavailableError(
+                        f"stagecached does not serve after {self._start_timeout_s:.0f} s:\n{self.log_tail()}"
+                    ) from error
+            time.sleep(0.02)
+
+    def log_tail(self, lines: int = 15) -> str:
+        """The last lines of its log."""
+        try:
+            return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+        except OSError:
+            return "(no log)"
+
+    def stop(self) -> None:
+        """Stop it gracefully, and kill it when it does not stop in time; does nothing when it does not run."""
+        process, self._process = self._process, None
+        if process is None or process.poll() is not None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(self._stop_timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _die_with_parent() -> None:
+    """Runs in the child between fork and exec: have the kernel send SIGTERM when the parent's thread ends."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)

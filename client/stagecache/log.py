@@ -1,0 +1,147 @@
+"""The worker's end of the step log: appends records, in order, and waits for what the daemon has consumed.
+
+One thread appends (on the CPU: the engine's). Payload and entry are written first, then the entry's sequence word,
+then ``head``, then the daemon's doorbell is posted; nothing is trusted but the words.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections import deque
+from typing import Final
+
+import posix_ipc
+
+from stagecache.mapping import ControlWords
+from stagecache_wire import layout
+from stagecache_wire.fence import fence
+from stagecache_wire.records import Record, encode
+
+WAIT_SLICE_S: Final = 0.02
+"""Longest sleep on the doorbell before the words are read again."""
+
+
+class LogFullError(RuntimeError):
+    """The ring has no room, and the daemon did not consume in time."""
+
+
+class LogWriter:
+    """Appends records to the log of one session.
+
+    Attributes:
+        head: sequence of the last record published.
+        posts: doorbells rung, one a record.
+    """
+
+    def __init__(
+        self, control: ControlWords, daemon_doorbell: posix_ipc.Semaphore, worker_doorbell: posix_ipc.Semaphore
+    ) -> None:
+        self._control = control
+        self._words = control.words
+        self._layout = control.layout
+        self._payload_base = control.layout.payload_word * layout.WORD
+        self._daemon_doorbell = daemon_doorbell
+        self._worker_doorbell = worker_doorbell
+        self._in_ring: deque[tuple[int, int]] = deque()
+        self._position = 0
+        self._tail = 0
+        self._listening = threading.Lock()
+        self._heard = threading.Condition()
+        self.head = control.words[layout.W_HEAD]
+        self.posts = 0
+
+    @property
+    def consumed(self) -> int:
+        return self._words[layout.D_CONSUMED]
+
+    def has_room(self, payload_bytes: int) -> bool:
+        """Whether a record with so long a payload may be appended now."""
+        if self.head + 1 - self.consumed > self._layout.log_entries:
+            return False
+        self._reclaim()
+        return self._start(payload_bytes) + payload_bytes - self._tail <= self._layout.payload_bytes
+
+    def append(self, record: Record, timeout_s: float) -> int:
+        """Publish a record. Returns its sequence.
+
+        Raises:
+            LogFullError: no room within ``timeout_s`` seconds; nothing was published.
+        """
+        sequence = self.head + 1
+        record.sequence = sequence
+        words, payload = encode(record)
+        size = len(payload)
+        if size > self._layout.payload_bytes:
+            raise LogFullError(f"a record of {size} bytes does not fit the ring of {self._layout.payload_bytes}")
+        if not self.has_room(size):
+            self._wait_room(size, timeout_s)
+        position = self._start(size)
+        if size:
+            offset = self._payload_base + position % self._layout.payload_bytes
+            self._control.bytes[offset : offset + size] = payload
+        words[layout.E_PAYLOAD_POSITION] = position
+        words[layout.E_SEQUENCE] = 0
+        at = self._layout.entry_word(sequence)
+        self._words[at : at + layout.ENTRY_WORDS] = memoryview(array("Q", words))
+        fence()
+        self._words[at] = sequence
+        fence()
+        self._words[layout.W_HEAD] = sequence
+        self.head = sequence
+        self._position = position + size
+        self._in_ring.append((sequence, self._position))
+        self._daemon_doorbell.release()
+        self.posts += 1
+        return sequence
+
+    def wait_consumed(self, sequence: int, timeout_s: float) -> bool:
+        """Wait until the daemon has consumed up to ``sequence``. Any thread, several at once. True if it has."""
+        if self.consumed >= sequence:
+            fence()
+            return True
+        deadline = time.monotonic() + timeout_s
+        while self.consumed < sequence:
+            left = min(deadline - time.monotonic(), WAIT_SLICE_S)
+            if left <= 0:
+                return False
+            self.listen(left)
+        fence()
+        return True
+
+    def listen(self, slice_s: float) -> None:
+        """Sleep until the daemon rings, for ``slice_s`` seconds at most. One thread listens for all."""
+        if self._listening.acquire(blocking=False):
+            try:
+                self._worker_doorbell.acquire(slice_s)
+            except (posix_ipc.BusyError, posix_ipc.SignalError):
+                pass
+            finally:
+                self._listening.release()
+                with self._heard:
+                    self._heard.notify_all()
+        else:
+            with self._heard:
+                self._heard.wait(min(slice_s, 0.002))
+
+    def _start(self, size: int) -> int:
+        """Position at which a payload would begin: it never wraps inside."""
+        ring = self._layout.payload_bytes
+        left = ring - self._position % ring
+        return self._position if size <= left else self._position + left
+
+    def _reclaim(self) -> None:
+        consumed = self.consumed
+        while self._in_ring and self._in_ring[0][0] <= consumed:
+            self._tail = self._in_ring.popleft()[1]
+
+    def _wait_room(self, size: int, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self.has_room(size):
+            left = min(deadline - time.monotonic(), WAIT_SLICE_S)
+            if left <= 0:
+                raise LogFullError(
+                    f"{self.head - self.consumed} records wait for the daemon, and the log has no room for another"
+                )
+            self.listen(left)

@@ -1,0 +1,112 @@
+"""The worker's mapping of its session: control words, arena, staging pages. It never maps a pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from stagecache.errors import AbiMismatchError
+from stagecache_wire import layout, shm
+from stagecache_wire.geometry import Geometry, KeySchema, page_stride
+from stagecache_wire.layout import ControlLayout
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch.bfloat16 for "bfloat16"."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass
+class StagedKey:
+    """A key of the session, with its staging pages as tensors.
+
+    pages: one tensor a page, [capacity, *row_shape] of the key's dtype, over shared memory.
+    """
+
+    key_id: int
+    schema: KeySchema
+    segment: shm.Segment
+    geometry: Geometry
+    pages: list[torch.Tensor] = field(init=False)
+    dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dtype = torch_dtype(self.schema.dtype)
+        capacity = self.geometry.staging_capacity_tokens
+        stride = page_stride(self.geometry, self.schema.row_bytes)
+        flat = torch.frombuffer(self.segment.map, dtype=torch.uint8)
+        self.pages = [
+            flat[page * stride : page * stride + capacity * self.schema.row_bytes]
+            .view(self.dtype)
+            .view(capacity, *self.schema.row_shape)
+            for page in range(self.geometry.staging_depth)
+        ]
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether rows of the tensor may stand in this key (K3)."""
+        return tensor.dtype == self.dtype and tuple(tensor.shape[1:]) == self.schema.row_shape
+
+    def rows_of(self, raw: torch.Tensor) -> torch.Tensor:
+        """uint8 bytes as rows: [n, *row_shape] of the key's dtype."""
+        return raw.view(self.dtype).view(-1, *self.schema.row_shape)
+
+
+class ControlWords:
+    """The control segment as the worker sees it: it writes the worker words, entries and payloads, nothing else."""
+
+    def __init__(self, control_segment: str, arena_segment: str, geometry: Geometry, session_id: str) -> None:
+        """
+        Raises:
+            FileNotFoundError: a segment is gone.
+            AbiMismatchError: the segment is of another layout or of another session.
+        """
+        self.layout = ControlLayout.of(geometry)
+        self._control = shm.open_segment(control_segment)
+        self._arena = shm.open_segment(arena_segment)
+        self.words = self._control.view.cast("Q")
+        self.bytes = self._control.view
+        identity = int(session_id, 16)
+        header = {
+            layout.H_MAGIC: layout.MAGIC,
+            layout.H_ABI: layout.ABI,
+            layout.H_SESSION_LOW: identity & (1 << 64) - 1,
+            layout.H_NUM_BLOCKS: geometry.num_blocks,
+            layout.H_TOTAL_BYTES: self.layout.total_bytes,
+        }
+        for word, value in header.items():
+            if self.words[word] != value:
+                raise AbiMismatchError(f"control segment: header word {word} is {self.words[word]}, expected {value}.")
+        shm.prefault(self._control)
+        shm.prefault(self._arena)
+        self.arena = np.frombuffer(self._arena.map, np.uint8, geometry.arena_bytes)
+
+    @property
+    def consumed(self) -> int:
+        return self.words[layout.D_CONSUMED]
+
+    @property
+    def boot_id(self) -> int:
+        return self.words[layout.D_BOOT_ID]
+
+    @property
+    def status(self) -> int:
+        return self.words[layout.D_STATUS]
+
+    @property
+    def epoch(self) -> int:
+        return self.words[layout.D_EPOCH]
+
+    def result(self, index: int) -> list[int]:
+        """The eight words of a result entry (layout.R_*)."""
+        at = self.layout.result_word(index)
+        return self.words[at : at + layout.RESULT_WORDS].tolist()

@@ -1,0 +1,173 @@
+"""From a saved step to what its requests get: page rows copied out, hits merged with their tails, leftovers split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stagecache import leftovers
+from stagecache.batch import Batch
+from stagecache.errors import StageCacheError
+from stagecache.hits import Hit
+from stagecache.mapping import StagedKey
+from stagecache.outputs import StageCacheOutputs
+from stagecache.pages import PageUse
+from stagecache.policy import HIDDEN_KEY
+
+
+@dataclass(slots=True)
+class SavedStep:
+    """Everything materialize needs, taken at save; consumed exactly once (S1).
+
+    page: the staging page it holds. staged: keys whose rows are in the page. local: rows of other per-token keys
+    (deferred, or not kept), a copy of their own, by name. leftover: snapshot by name. hits: by request.
+    absent_requests: requests with a hit of which the batch has no row (H7). failed: raised at materialize (K3).
+    wants_hidden: whether hidden states are handed out.
+    """
+
+    step_id: int
+    batch: Batch
+    page: PageUse | None
+    staged: list[StagedKey]
+    local: dict[str, torch.Tensor]
+    leftover: dict[str, Any]
+    hits: dict[str, Hit]
+    failed: list[StageCacheError]
+    wants_hidden: bool
+    split_lists: bool = True
+    all_keys: dict[str, StagedKey] = field(default_factory=dict)
+
+
+Window = tuple[int, int]
+"""Positions [begin, end) of one request that a step hands out."""
+
+ReadHit = Callable[[Hit, str, int], torch.Tensor]
+"""(hit, key name, first needed position) -> uint8 rows of hit and tail, the tail not filled in."""
+
+
+def windows(step: SavedStep, req_ids: Iterable[str], low_high: Callable[[int], Window]) -> dict[str, Window]:
+    """What each request gets of a step, where some request came back (R3). low_high(row): its period's bounds."""
+    batch = step.batch
+    index_of = {req_id: index for index, req_id in enumerate(batch.req_ids)}
+    found: dict[str, Window] = {}
+    for req_id in req_ids:
+        index = index_of[req_id]
+        first, end = int(batch.first[index]), int(batch.ends[index])
+        hit = step.hits.get(req_id)
+        low, high = low_high(int(batch.rows[index]))
+        begin = max(hit.low if hit is not None else first, low)
+        found[req_id] = (begin, max(begin, min(end, high)))
+    return found
+
+
+def assemble(
+    step: SavedStep,
+    req_ids: list[str],
+    window_of: dict[str, Window] | None,
+    read_hit: ReadHit,
+    hand_out: Callable[[Hit, str, torch.Tensor], torch.Tensor],
+) -> StageCacheOutputs:
+    """Build the outputs. Holds no lock; copies rows out of the page before anyone may free it.
+
+    window_of: positions by request, or None where each request gets all of its rows. read_hit raises where hit rows
+    cannot be had. hand_out(hit, key name, rows) turns a merged extent into a tensor that lives on its own.
+    """
+    hidden: dict[str, torch.Tensor] | None = {} if step.wants_hidden else None
+    mm: dict[str, dict[str, Any]] = {}
+    names = [key.schema.name for key in step.staged]
+    for name in [*names, *step.local]:
+        merged = _merge_key(step, req_ids, name, window_of, read_hit, hand_out)
+        if name == HIDDEN_KEY:
+            hidden = merged
+        else:
+            mm[name] = merged
+    if hidden is not None and HIDDEN_KEY not in names and HIDDEN_KEY not in step.local:
+        hidden = _spans_alone(step, req_ids, window_of, read_hit, hand_out)
+    if step.leftover:
+        index_of = {req_id: index for index, req_id in enumerate(step.batch.req_ids)}
+        size = len(step.batch.req_ids)
+        for name, value in step.leftover.items():
+            mm[name] = {
+                req_id: leftovers.for_request(value, index_of[req_id], size, split_lists=step.split_lists)
+                for req_id in req_ids
+            }
+    return StageCacheOutputs(hidden, mm)
+
+
+def _merge_key(
+    step: SavedStep,
+    req_ids: list[str],
+    name: str,
+    window_of: dict[str, Window] | None,
+    read_hit: ReadHit,
+    hand_out: Callable[[Hit, str, torch.Tensor], torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    batch = step.batch
+    local = step.local.get(name)
+    if local is not None:
+        source, owned = local, True
+    else:
+        assert step.page is not None
+        source, owned = step.all_keys[name].pages[step.page.page][: batch.tokens], False
+    hits = step.hits
+    if not hits and window_of is None and len(req_ids) == len(batch.req_ids):
+        rows = source if owned else source.clone()
+        parts = rows.split(1 if batch.counts is None else batch.counts)
+        if req_ids == batch.req_ids:
+            return dict(zip(req_ids, parts, strict=True))
+        by_id = dict(zip(batch.req_ids, parts, strict=True))
+        return {req_id: by_id[req_id] for req_id in req_ids}
+    spans = dict(zip(batch.req_ids, batch.spans(), strict=True))
+    firsts = dict(zip(batch.req_ids, batch.first.tolist(), strict=True))
+    merged: dict[str, torch.Tensor] = {}
+    plain = [req_id for req_id in req_ids if req_id not in hits]
+    copied = source if owned or not plain else source.clone()
+    for req_id in req_ids:
+        start, end = spans[req_id]
+        hit = hits.get(req_id)
+        if hit is None:
+            rows = copied[start:end]
+            if window_of is not None:
+                begin, stop = window_of[req_id]
+                first = firsts[req_id]
+                rows = rows[max(begin - first, 0) : max(stop - first, 0)]
+        else:
+            rows = _merge_hit(hit, name, source[start:end], window_of, read_hit, hand_out)
+        merged[req_id] = rows
+    return merged
+
+
+def _merge_hit(
+    hit: Hit,
+    name: str,
+    tail: torch.Tensor,
+    window_of: dict[str, Window] | None,
+    read_hit: ReadHit,
+    hand_out: Callable[[Hit, str, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    begin, stop = window_of[hit.req_id] if window_of is not None else (hit.low, hit.high + len(tail))
+    raw = read_hit(hit, name, begin)
+    rows = raw.view(tail.dtype).view(hit.rows + hit.tail, *tail.shape[1:])
+    rows[hit.rows : hit.rows + len(tail)].copy_(tail)
+    return hand_out(hit, name, rows)[begin - hit.low : stop - hit.low]
+
+
+def _spans_alone(
+    step: SavedStep,
+    req_ids: list[str],
+    window_of: dict[str, Window] | None,
+    read_hit: ReadHit,
+    hand_out: Callable[[Hit, str, torch.Tensor], torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Hidden rows of hits in a step that brought no hidden states: the span by itself (H7)."""
+    key = step.all_keys.get(HIDDEN_KEY)
+    merged = {}
+    for req_id in req_ids:
+        hit = step.hits.get(req_id)
+        if hit is not None and key is not None and HIDDEN_KEY in hit.gathers:
+            tail = torch.empty((0, *key.schema.row_shape), dtype=key.dtype)
+            merged[req_id] = _merge_hit(hit, HIDDEN_KEY, tail, window_of, read_hit, hand_out)
+    return merged

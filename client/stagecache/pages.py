@@ -1,0 +1,109 @@
+"""Staging pages: which step holds which, and when one is free. Derived, never stored in shared memory.
+
+A page is free when its step was handed out (consumed by materialize or discard) and the daemon has consumed its
+record. A key that is written deferred uses its own pages for flushes, each free when its record is consumed.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from stagecache.errors import StagingTimeoutError
+from stagecache.log import WAIT_SLICE_S, LogWriter
+
+
+@dataclass(slots=True)
+class PageUse:
+    """Who holds a page. ``sequence`` 0: its record is not logged (yet, or ever)."""
+
+    page: int
+    step_id: int
+    sequence: int = 0
+    handed_out: bool = False
+
+
+class StepPages:
+    """The ``staging_depth`` pages of steps (W2).
+
+    One thread claims; any thread marks a page handed out. ``_changed`` guards nothing but the wake-up.
+    """
+
+    def __init__(self, depth: int, log: LogWriter) -> None:
+        self._uses: list[PageUse | None] = [None] * depth
+        self._log = log
+        self._changed = threading.Condition()
+        self._next = 0
+
+    def try_claim(self, step_id: int) -> PageUse | None:
+        """A free page, or None."""
+        depth = len(self._uses)
+        consumed = self._log.consumed
+        for offset in range(depth):
+            page = (self._next + offset) % depth
+            use = self._uses[page]
+            if use is None or (use.handed_out and use.sequence <= consumed):
+                self._next = (page + 1) % depth
+                claimed = PageUse(page, step_id)
+                self._uses[page] = claimed
+                return claimed
+        return None
+
+    def wait(self, slice_s: float) -> None:
+        """Sleep until a page may have become free, for ``slice_s`` seconds at most."""
+        consumed = self._log.consumed
+        if any(use is not None and use.handed_out and use.sequence > consumed for use in self._uses):
+            self._log.listen(min(slice_s, WAIT_SLICE_S))
+            return
+        with self._changed:
+            if not any(use is None or use.handed_out for use in self._uses):
+                self._changed.wait(slice_s)
+
+    def hand_out(self, use: PageUse) -> None:
+        """The step of this page was consumed. Any thread; twice does nothing."""
+        with self._changed:
+            use.handed_out = True
+            self._changed.notify_all()
+
+    def unconsumed(self) -> list[int]:
+        """Step ids that hold a page and were neither materialized nor discarded."""
+        return [use.step_id for use in self._uses if use is not None and not use.handed_out]
+
+    def outstanding(self) -> list[int]:
+        """Sequences of logged pages that the daemon has not consumed."""
+        consumed = self._log.consumed
+        return [use.sequence for use in self._uses if use is not None and use.sequence > consumed]
+
+    def timeout_error(self, waited_s: float) -> StagingTimeoutError:
+        """The error of a full house."""
+        unconsumed, outstanding = self.unconsumed(), self.outstanding()
+        return StagingTimeoutError(
+            f"no staging page became free in {waited_s:g} s: {len(self._uses)} pages, held by steps {unconsumed} that "
+            f"were neither materialized nor discarded, and by records {outstanding} that the daemon has not consumed.",
+            unconsumed=unconsumed,
+            outstanding=outstanding,
+            remedy="Consume each step id once, or raise staging_depth.",
+        )
+
+
+class FlushPages:
+    """Pages of one deferred key, each free when its FLUSH is consumed (W3)."""
+
+    def __init__(self, depth: int) -> None:
+        self._sequences = [0] * depth
+        self._next = 0
+
+    @property
+    def next_free_at(self) -> int:
+        """The sequence that must be consumed before ``take`` may be called."""
+        return self._sequences[self._next]
+
+    def take(self) -> int:
+        """The next page; its last FLUSH is consumed."""
+        page = self._next
+        self._next = (page + 1) % len(self._sequences)
+        return page
+
+    def logged(self, page: int, sequence: int) -> None:
+        """The page belongs to the FLUSH ``sequence`` until that is consumed."""
+        self._sequences[page] = sequence

@@ -1,0 +1,126 @@
+"""Reads a scheduler output: who ends, who comes, who comes back, and which hits that makes (H2, H3, R1 to R3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from stagecache.errors import HitNotCoveredError, StageCacheError
+from stagecache.hits import Hit
+from stagecache.requests import RequestState, RequestTable
+from stagecache.slots import span_runs
+from stagecache.step import group_zero
+from stagecache_wire.geometry import Geometry
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step between new_step_starts and its save.
+
+    source: the scheduler output. ended: requests that finished or were preempted, whose open rows are to be written.
+    error: raised once everything else of the step was noted.
+    """
+
+    source: Any
+    scheduled: dict[str, int]
+    tokens: int
+    ended: list[str] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+    hits: list[Hit] = field(default_factory=list)
+    error: StageCacheError | None = None
+
+
+class StepPlanner:
+    """Turns scheduler outputs into plans, and keeps the request table. Callers hold the cache's lock."""
+
+    def __init__(self, requests: RequestTable, geometry: Geometry) -> None:
+        self._requests = requests
+        self._geometry = geometry
+
+    def plan(self, source: Any, last_step_id: int) -> StepPlan:
+        """Note what a scheduler output says. last_step_id: id of the newest step saved."""
+        scheduled: dict[str, int] = source.num_scheduled_tokens
+        plan = StepPlan(source, scheduled, int(source.total_num_scheduled_tokens))
+        requests = self._requests
+        for req_id in source.finished_req_ids or ():
+            plan.ended.append(req_id)
+            plan.finished.append(req_id)
+            requests.finish(req_id, last_step_id)
+        for req_id in getattr(source, "preempted_req_ids", None) or ():
+            state = requests.live.get(req_id)
+            if state is not None:
+                state.preempted = True
+                plan.ended.append(req_id)
+        for request in source.scheduled_new_reqs or ():
+            self._new(plan, request, last_step_id)
+        cached = source.scheduled_cached_reqs
+        if cached is not None and cached.req_ids:
+            self._cached(plan, cached, last_step_id)
+        return plan
+
+    def _new(self, plan: StepPlan, request: Any, last_step_id: int) -> None:
+        req_id = request.req_id
+        computed = int(request.num_computed_tokens or 0)
+        blocks = group_zero(request.block_ids)
+        state = self._requests.live.get(req_id)
+        if state is None:
+            state = self._requests.start(req_id, blocks)
+            self._hit(plan, state, 0, computed, aligned=True)
+        else:
+            self._comeback(plan, state, blocks, computed, last_step_id, aligned=state.preempted)
+
+    def _cached(self, plan: StepPlan, cached: Any, last_step_id: int) -> None:
+        live = self._requests.live
+        resumed = cached.resumed_req_ids
+        if not resumed and not any(cached.new_block_ids):
+            return
+        for index, new_blocks in enumerate(cached.new_block_ids):
+            req_id = cached.req_ids[index]
+            if req_id in resumed:
+                state = live.get(req_id)
+                blocks = group_zero(new_blocks)
+                computed = int(cached.num_computed_tokens[index])
+                if state is None:
+                    state = self._requests.start(req_id, blocks)
+                    self._hit(plan, state, 0, computed, aligned=True)
+                else:
+                    state.preempted = True
+                    self._comeback(plan, state, blocks, computed, last_step_id, aligned=True)
+            elif new_blocks and req_id in live:
+                live[req_id].blocks.extend(group_zero(new_blocks))
+
+    def _comeback(
+        self, plan: StepPlan, state: RequestState, blocks: list[int], computed: int, last_step_id: int, *, aligned: bool
+    ) -> None:
+        low = self._requests.comeback(state, blocks, computed, self._geometry.block_size, last_step_id)
+        self._hit(plan, state, low, computed, aligned=aligned)
+
+    def _hit(self, plan: StepPlan, state: RequestState, low: int, high: int, *, aligned: bool) -> None:
+        """Note that positions [low, high) come from the pool; ``aligned``: high must end a block (H3)."""
+        if high <= 0:
+            return
+        size, req_id = self._geometry.block_size, state.req_id
+        count = plan.scheduled.get(req_id, 0)
+        if count < 0:
+            plan.error = StageCacheError(f"request {req_id}: a hit of {high} tokens with {count} scheduled tokens (S4)")
+            return
+        if aligned and high % size:
+            plan.error = HitNotCoveredError(
+                f"request {req_id}: a hit of {high} tokens does not end a block of {size}.",
+                remedy="prefix_match_unit must equal block_size.",
+            )
+            return
+        if len(state.blocks) * size < high:
+            plan.error = HitNotCoveredError(
+                f"request {req_id}: a hit of {high} tokens came with {len(state.blocks)} blocks of {size}.",
+                remedy="The runner must pass the request's block ids with the hit.",
+            )
+            return
+        if any(not 0 <= block < self._geometry.num_blocks for block in state.blocks[: -(-high // size)]):
+            plan.error = HitNotCoveredError(
+                f"request {req_id}: a hit names a block outside the cache of {self._geometry.num_blocks} blocks."
+            )
+            return
+        if low < high:
+            blocks = state.blocks[: -(-high // size)]
+            plan.hits.append(Hit(req_id, low, high, count, blocks, span_runs(blocks, low, high, size)))

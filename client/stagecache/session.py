@@ -1,0 +1,269 @@
+"""One worker's session with the daemon: attach, the log, keys, and whether the daemon is there.
+
+``append`` never waits for the daemon while the log has room. Where something must be waited for, the wait is bounded,
+and an outage is waited for once: after ``daemon_grace_s`` the session is *away*, everything that needs the daemon
+fails at once, and steps without hits go on. When a daemon has adopted the session, ``returned`` says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+
+from stagecache.errors import (
+    AttachError,
+    CallDeadlineError,
+    DaemonLostError,
+    SessionFailedError,
+    StageCacheError,
+)
+from stagecache.log import WAIT_SLICE_S, LogFullError, LogWriter
+from stagecache.mapping import ControlWords, StagedKey
+from stagecache.rpc import Rpc, handshake
+from stagecache.watcher import Watcher
+from stagecache_wire import layout, shm
+from stagecache_wire.geometry import Geometry, KeySchema
+from stagecache_wire.locks import LifeLock, is_held
+from stagecache_wire.names import RunPaths
+from stagecache_wire.records import Record
+from stagecache_wire.v1 import stagecache_pb2 as pb
+
+logger = logging.getLogger("stagecache")
+
+ATTACH_TIMEOUT_S: Final = 120.0
+"""Prefaulting pools takes about a second a GiB."""
+RPC_TIMEOUT_S: Final = 30.0
+_ALIVE_EVERY_S: Final = 0.05
+
+
+def schema_message(schema: KeySchema) -> pb.KeySchema:
+    """The wire form of a key's schema."""
+    return pb.KeySchema(
+        name=schema.name,
+        dtype=schema.dtype,
+        row_shape=list(schema.row_shape),
+        row_bytes=schema.row_bytes,
+        provisional=schema.provisional,
+    )
+
+
+class Session:
+    """An attached worker. Made by ``Session.attach``; ended by ``close`` or by the process' end."""
+
+    def __init__(
+        self, rpc: Rpc, lock: LifeLock, answer: pb.AttachResponse, stage: str, daemon_grace_s: float
+    ) -> None:
+        granted = answer.geometry
+        self.geometry = Geometry(
+            granted.num_blocks,
+            granted.block_size,
+            granted.staging_capacity_tokens,
+            granted.staging_depth,
+            granted.arena_bytes,
+            granted.max_results,
+        )
+        self.rpc = rpc
+        self.stage = stage
+        self.control = ControlWords(
+            answer.control_segment, answer.arena_segment, self.geometry, rpc.credentials.session_id
+        )
+        self.log = LogWriter(
+            self.control, shm.open_semaphore(answer.daemon_doorbell), shm.open_semaphore(answer.worker_doorbell)
+        )
+        self.epoch = answer.epoch
+        self.away = False
+        self._lock = lock
+        self._daemon_lock = RunPaths.of(rpc.credentials.socket).lock
+        self._daemon_grace_s = daemon_grace_s
+        self._seen = (self.control.boot_id, self.log.consumed)
+        self.keys = [self._staged(key) for key in answer.keys]
+        self.watcher = Watcher(rpc)
+        self.watcher.start()
+
+    @classmethod
+    def attach(
+        cls,
+        socket: str | os.PathLike[str],
+        *,
+        model: str,
+        stage: str,
+        geometry: Geometry,
+        keys: Sequence[KeySchema] = (),
+        rank: int = 0,
+        open_remembered_keys: bool = False,
+        daemon_grace_s: float = 2.0,
+    ) -> Session:
+        """Attach this process to the daemon at ``socket``.
+
+        Raises:
+            DaemonUnavailableError: nobody answers there.
+            AttachError: refused; its class and text say why and what to change.
+        """
+        credentials = handshake(socket, "worker")
+        if credentials.worker_lock is None:
+            raise AttachError("the daemon named no lock for this worker")
+        lock = LifeLock(credentials.worker_lock)
+        rpc = Rpc(credentials)
+        try:
+            answer = rpc.attach(
+                pb.AttachRequest(
+                    abi=layout.ABI,
+                    model=model,
+                    stage=stage,
+                    pid=os.getpid(),
+                    geometry=pb.Geometry(
+                        num_blocks=geometry.num_blocks,
+                        block_size=geometry.block_size,
+                        staging_capacity_tokens=geometry.staging_capacity_tokens,
+                        staging_depth=geometry.staging_depth,
+                        arena_bytes=geometry.arena_bytes,
+                        max_results=geometry.max_results,
+                    ),
+                    keys=[schema_message(key) for key in keys],
+                    open_remembered_keys=open_remembered_keys,
+                    rank=rank,
+                ),
+                ATTACH_TIMEOUT_S,
+            )
+            return cls(rpc, lock, answer, stage, daemon_grace_s)
+        except BaseException:
+            rpc.close()
+            lock.release()
+            raise
+
+    @property
+    def session_id(self) -> str:
+        return self.rpc.credentials.session_id
+
+    def open_key(self, schema: KeySchema) -> StagedKey:
+        """Open a key at the daemon: one call, the only one that a step may need.
+
+        Raises:
+            StageCacheError: away, refused (budget, shared memory, schema), or not answered in time.
+        """
+        if self.away:
+            raise DaemonLostError(f"key {schema.name} cannot be opened: the daemon is away")
+        return self._staged(self.rpc.open_key(pb.OpenKeyRequest(key=schema_message(schema)), RPC_TIMEOUT_S))
+
+    def _staged(self, answer: pb.OpenKeyResponse) -> StagedKey:
+        key = answer.key
+        schema = KeySchema(key.name, key.dtype, tuple(key.row_shape), key.provisional)
+        segment = shm.open_segment(answer.staging_segment)
+        shm.prefault(segment)
+        return StagedKey(answer.key_id, schema, segment, self.geometry)
+
+    # ---------------------------------------------------------------- the log
+
+    def append(self, record: Record) -> int:
+        """Publish a record; returns its sequence.
+
+        Raises:
+            SessionFailedError: the daemon ended the session.
+            DaemonLostError: away, or the log is full and the daemon gone.
+        """
+        self.check()
+        try:
+            return self.log.append(record, 0.0)
+        except LogFullError:
+            size = sum(
+                section.nbytes + 8
+                for section in (record.keys, record.runs, record.claims, record.spans, record.span_runs, record.gathers)
+            )
+            self.wait(lambda: self.log.has_room(size), RPC_TIMEOUT_S, "room in the step log")
+            return self.log.append(record, WAIT_SLICE_S)
+
+    def check(self) -> None:
+        """
+        Raises:
+            SessionFailedError: the daemon ended the session; the text says why.
+            DaemonLostError: away.
+        """
+        if self.control.status != layout.STATUS_LIVE:
+            raise self._failure()
+        if self.away:
+            raise DaemonLostError("the daemon is away; rows that only it holds cannot be had until it is back")
+
+    def _failure(self) -> SessionFailedError:
+        words = self.control.words
+        if self.control.status == layout.STATUS_ENDED:
+            return SessionFailedError("the daemon was stopped and ended this session.", remedy="Restart the worker.")
+        return SessionFailedError(
+            f"the daemon ended this session: record {words[layout.D_FAIL_SEQUENCE]} broke a rule of the log.",
+            remedy="Its log names the rule; `stagecache status` shows it.",
+        )
+
+    def wait_consumed(self, sequence: int, timeout_s: float, what: str) -> None:
+        """Wait until the daemon has consumed the log up to ``sequence``. Any thread.
+
+        Raises:
+            SessionFailedError, DaemonLostError: as ``check``; also when the daemon dies meanwhile.
+            CallDeadlineError: not in ``timeout_s`` seconds; names ``what``.
+        """
+        if self.log.consumed < sequence:
+            self.wait(lambda: self.log.consumed >= sequence, timeout_s, what)
+        self.log.wait_consumed(sequence, 0.0)
+
+    def wait(self, ready: Callable[[], bool], timeout_s: float, what: str, listen: Callable[[float], None] | None = None) -> None:
+        """Wait until ``ready``, for ``timeout_s`` seconds at most; the daemon's absence ends it earlier.
+
+        listen(slice_s) sleeps until something may have changed; by default on the daemon's doorbell.
+        """
+        listen = listen or self.log.listen
+        deadline = time.monotonic() + timeout_s
+        look_at = time.monotonic() + _ALIVE_EVERY_S
+        gone_since: float | None = None
+        while not ready():
+            self.check()
+            now = time.monotonic()
+            if now >= deadline:
+                raise CallDeadlineError(f"{what}: not there after {timeout_s:g} s, though the daemon lives")
+            if now >= look_at:
+                look_at = now + _ALIVE_EVERY_S
+                gone_since = None if is_held(self._daemon_lock) else gone_since or now
+                if gone_since is not None and now - gone_since >= self._daemon_grace_s:
+                    self._go_away()
+                    raise DaemonLostError(f"{what}: the daemon is gone for {self._daemon_grace_s:g} s")
+            listen(min(WAIT_SLICE_S, deadline - now))
+
+    # ---------------------------------------------------------------- outages
+
+    @property
+    def ended(self) -> bool:
+        """Whether the daemon ended the session: it was stopped, or a record was bad. It does not come back."""
+        return self.control.status != layout.STATUS_LIVE
+
+    def _go_away(self) -> None:
+        if not self.away:
+            self.away = True
+            self._seen = (self.control.boot_id, self.log.consumed)
+            logger.warning(
+                "stagecache: the daemon at %s is gone; steps go on without the cache, prefix hits fail until it is back",
+                self.rpc.credentials.socket,
+            )
+
+    def returned(self) -> bool:
+        """Whether a daemon has adopted the session since it went away; then it is no longer away."""
+        if not self.away:
+            return False
+        if (self.control.boot_id, self.log.consumed) == self._seen:
+            return False
+        self.away = False
+        logger.warning("stagecache: the daemon at %s is back", self.rpc.credentials.socket)
+        return True
+
+    def close(self, drain_s: float = 5.0) -> None:
+        """Detach: the daemon frees the session's memory."""
+        self.watcher.stop()
+        try:
+            if not self.away and self.control.status == layout.STATUS_LIVE:
+                self.log.wait_consumed(self.log.head, drain_s)
+                self.rpc.detach(RPC_TIMEOUT_S)
+        except StageCacheError as error:
+            logger.warning("stagecache: detach: %s", error)
+        finally:
+            self.rpc.close()
+            self._lock.release(unlink=True)

@@ -1,0 +1,74 @@
+"""The session's kept-open stream: resets asked for by an operator, failures, and a daemon that comes back.
+
+Its loss says nothing about anybody's life. After it, the watcher shakes hands again with the old credentials, so that
+a restarted daemon watches this process' life by its pidfd, with a jittered backoff.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Final
+
+from stagecache.errors import StageCacheError
+from stagecache.rpc import Rpc, Watch, handshake
+from stagecache_wire.v1 import stagecache_pb2 as pb
+
+BACKOFF_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+class Watcher:
+    """A thread that listens. It writes two plain attributes, read by the engine thread without a lock.
+
+    Attributes:
+        reset_cause: why a new epoch is asked for; None when it is not. The reader sets it back to None.
+        reconnects: how often the stream was lost and opened again.
+    """
+
+    def __init__(self, rpc: Rpc) -> None:
+        self.reset_cause: str | None = None
+        self.reconnects = 0
+        self._rpc = rpc
+        self._stopped = threading.Event()
+        self._watch: Watch | None = None
+        self._thread = threading.Thread(target=self._run, name="stagecache-watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the stream and the thread."""
+        self._stopped.set()
+        watch = self._watch
+        if watch is not None:
+            watch.cancel()
+        self._thread.join(2.0)
+
+    def _run(self) -> None:
+        attempt = 0
+        while not self._stopped.is_set():
+            try:
+                self._watch = self._rpc.watch()
+                self._rpc.calls -= 1  # The stream is opened once; steps are held to no call at all.
+                for event in self._watch:
+                    attempt = 0
+                    if event.kind == pb.WatchEvent.KIND_RESET:
+                        self.reset_cause = event.cause or "asked for by an operator"
+            except StageCacheError:
+                pass
+            if self._stopped.is_set():
+                return
+            pause = BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)]
+            self._stopped.wait(pause * random.uniform(0.5, 1.5))
+            attempt += 1
+            self._shake_hands_again()
+
+    def _shake_hands_again(self) -> None:
+        credentials = self._rpc.credentials
+        try:
+            handshake(
+                credentials.socket, credentials.role, session_id=credentials.session_id, token=credentials.token
+            )
+            self.reconnects += 1
+        except StageCacheError:
+            pass

@@ -1,0 +1,133 @@
+"""What the daemon must know to adopt a session after it was killed: one JSON file a session, replaced atomically.
+
+A manifest is written before Attach and OpenKey answer, so a worker never holds a name that the next daemon does not
+know. What it lists may be gone (a key that was closed just before the kill); what it does not list is an orphan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from stagecache_wire.geometry import Geometry, KeySchema
+
+from stagecached.files import write_atomically
+
+VERSION: Final = 1
+
+
+class KeyEntry(BaseModel):
+    """An open key."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    key_id: int = Field(ge=0)
+    name: str
+    dtype: str
+    row_shape: tuple[int, ...]
+    provisional: bool = False
+
+    @classmethod
+    def of(cls, key_id: int, schema: KeySchema) -> KeyEntry:
+        return cls(
+            key_id=key_id,
+            name=schema.name,
+            dtype=schema.dtype,
+            row_shape=schema.row_shape,
+            provisional=schema.provisional,
+        )
+
+    def to_schema(self) -> KeySchema:
+        return KeySchema(self.name, self.dtype, self.row_shape, self.provisional)
+
+
+class GeometryEntry(BaseModel):
+    """The session's geometry, as granted."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_blocks: int
+    block_size: int
+    staging_capacity_tokens: int
+    staging_depth: int
+    arena_bytes: int
+    max_results: int
+
+    @classmethod
+    def of(cls, geometry: Geometry) -> GeometryEntry:
+        return cls(
+            num_blocks=geometry.num_blocks,
+            block_size=geometry.block_size,
+            staging_capacity_tokens=geometry.staging_capacity_tokens,
+            staging_depth=geometry.staging_depth,
+            arena_bytes=geometry.arena_bytes,
+            max_results=geometry.max_results,
+        )
+
+    def to_geometry(self) -> Geometry:
+        return Geometry(**self.model_dump())
+
+
+class Manifest(BaseModel):
+    """One session. ``next_key_id`` keeps ids of closed keys from being given again."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: Literal[1] = VERSION
+    abi: int
+    session_id: str = Field(pattern="^[0-9a-f]{16}$")
+    model: str
+    stage: str
+    rank: int
+    pid: int
+    geometry: GeometryEntry
+    keys: list[KeyEntry] = []
+    next_key_id: int = 0
+    attached_unix_s: float
+
+
+class ManifestError(ValueError):
+    """A manifest that is no manifest of this version."""
+
+
+class ManifestStore:
+    """The manifests in one directory. Small synchronous file operations."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def _path(self, session_id: str) -> Path:
+        return self._directory / f"{session_id}.json"
+
+    def save(self, manifest: Manifest) -> None:
+        write_atomically(self._path(manifest.session_id), manifest.model_dump_json(indent=1))
+
+    def remove(self, session_id: str) -> None:
+        self._path(session_id).unlink(missing_ok=True)
+
+    def remove_drafts(self) -> None:
+        """Remove what a kill in the middle of ``save`` left."""
+        for path in self._directory.glob("*.new"):
+            path.unlink(missing_ok=True)
+
+    def session_ids(self) -> Iterator[str]:
+        """Ids that have a manifest, readable or not."""
+        for path in sorted(self._directory.glob("*.json")):
+            yield path.stem
+
+    def load(self, session_id: str) -> Manifest:
+        """The manifest of a session.
+
+        Raises:
+            ManifestError: it is cut short, of another version, or of another session.
+        """
+        try:
+            manifest = Manifest.model_validate_json(self._path(session_id).read_bytes())
+        except (ValidationError, OSError) as error:
+            raise ManifestError(f"the manifest of session {session_id} cannot be used: {error}") from error
+        if manifest.session_id != session_id:
+            raise ManifestError(f"the manifest of session {session_id} names session {manifest.session_id}")
+        return manifest

@@ -1,0 +1,224 @@
+"""All shared memory of one session, as the daemon holds it: it creates, sizes, maps and unlinks every segment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagecache_wire import layout, shm
+from stagecache_wire.geometry import Geometry, KeySchema, key_bytes, table_bytes
+from stagecache_wire.layout import ControlLayout
+from stagecache_wire.names import SessionNames
+
+from stagecached.keystore import KeyStore, adopt_key, create_key
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being prefaulted, bytes done and bytes in all."""
+
+
+class AdoptError(RuntimeError):
+    """Segments that an earlier daemon left do not fit: the session cannot be adopted."""
+
+
+class SessionSegments:
+    """Control segment, arena, slot words, keys and doorbells of one session.
+
+    Attributes:
+        words: memoryview of u64, the whole control segment.
+        slot_words: u64 [num_slots], see ``stagecache_wire.presence``.
+        arena: u8 [arena_bytes].
+        keys: open keys by id.
+    """
+
+    def __init__(
+        self,
+        names: SessionNames,
+        geometry: Geometry,
+        control: shm.Segment,
+        arena: shm.Segment,
+        slots: shm.Segment,
+        *,
+        mode: int = 0o600,
+    ) -> None:
+        self.names = names
+        self.geometry = geometry
+        self.layout = ControlLayout.of(geometry)
+        self.keys: dict[int, KeyStore] = {}
+        self.words = control.view.cast("Q")
+        self.control_bytes = control.view
+        self.arena: NDArray[np.uint8] = np.frombuffer(arena.map, np.uint8)
+        self.slot_words: NDArray[np.uint64] = np.frombuffer(slots.map, np.uint64, geometry.num_slots)
+        self.locked = False
+        self._parts = [control, arena, slots]
+        self._mode = mode
+        self.daemon_doorbell = shm.open_semaphore(names.daemon_doorbell)
+        self.worker_doorbell = shm.open_semaphore(names.worker_doorbell)
+
+    @classmethod
+    def create(
+        cls,
+        names: SessionNames,
+        geometry: Geometry,
+        boot_id: int,
+        progress: Progress | None = None,
+        *,
+        mode: int = 0o600,
+    ) -> SessionSegments:
+        """Make and prefault a session's segments, header written.
+
+        Raises:
+            shm.ShmFullError: no room; nothing is left behind.
+        """
+        control_layout = ControlLayout.of(geometry)
+        made: list[shm.Segment] = []
+        try:
+            for name, size in (
+                (names.control, control_layout.total_bytes),
+                (names.arena, geometry.arena_bytes),
+                (names.slots, table_bytes(geometry)),
+            ):
+                made.append(shm.create_segment(name, size, mode))
+            shm.create_semaphore(names.daemon_doorbell, mode)
+            shm.create_semaphore(names.worker_doorbell, mode)
+            session = cls(names, geometry, *made, mode=mode)
+        except BaseException:
+            for segment in made:
+                shm.unlink_segment(segment.name)
+            shm.unlink_semaphore(names.daemon_doorbell)
+            shm.unlink_semaphore(names.worker_doorbell)
+            raise
+        session._prefault(made, progress)
+        for word, value in session._header():
+            session.words[word] = value
+        session.words[layout.D_BOOT_ID] = boot_id
+        return session
+
+    @classmethod
+    def adopt(
+        cls,
+        names: SessionNames,
+        geometry: Geometry,
+        keys: dict[int, KeySchema],
+        boot_id: int,
+        *,
+        mode: int = 0o600,
+    ) -> SessionSegments:
+        """Map what an earlier daemon made, and check it. The log is not touched.
+
+        Raises:
+            AdoptError: a segment is gone, too small, of another ABI or of another geometry.
+        """
+        try:
+            parts = [shm.open_segment(name) for name in (names.control, names.arena, names.slots)]
+            needed = (ControlLayout.of(geometry).total_bytes, geometry.arena_bytes, table_bytes(geometry))
+            if any(part.size < size for part, size in zip(parts, needed, strict=True)):
+                raise AdoptError("a segment is smaller than its geometry says")
+            session = cls(names, geometry, *parts, mode=mode)
+            for word, value in session._header():
+                if session.words[word] != value:
+                    raise AdoptError(f"header word {word} is {session.words[word]}, expected {value}")
+            for key_id, schema in keys.items():
+                session.keys[key_id] = adopt_key(names, key_id, schema, geometry)
+        except (FileNotFoundError, ValueError) as error:
+            raise AdoptError(f"a segment cannot be mapped: {error}") from error
+        session.words[layout.D_BOOT_ID] = boot_id
+        return session
+
+    def _header(self) -> Iterator[tuple[int, int]]:
+        """Header words and the values that they must hold."""
+        identity = int(self.names.session_id, 16)
+        geometry, control = self.geometry, self.layout
+        yield layout.H_MAGIC, layout.MAGIC
+        yield layout.H_ABI, layout.ABI
+        yield layout.H_SESSION_LOW, identity & (1 << 64) - 1
+        yield layout.H_SESSION_HIGH, identity >> 64
+        yield layout.H_NUM_BLOCKS, geometry.num_blocks
+        yield layout.H_BLOCK_SIZE, geometry.block_size
+        yield layout.H_CAPACITY, geometry.staging_capacity_tokens
+        yield layout.H_DEPTH, geometry.staging_depth
+        yield layout.H_ARENA_BYTES, geometry.arena_bytes
+        yield layout.H_MAX_RESULTS, geometry.max_results
+        yield layout.H_LOG_ENTRIES, control.log_entries
+        yield layout.H_PAYLOAD_BYTES, control.payload_bytes
+        yield layout.H_TOTAL_BYTES, control.total_bytes
+
+    def _prefault(self, segments: list[shm.Segment], progress: Progress | None) -> None:
+        total = sum(segment.size for segment in segments)
+        done = 0
+        for segment in segments:
+            shm.prefault(segment)
+            done += segment.size
+            if progress is not None:
+                progress(segment.name.rsplit(".", 1)[-1], done, total)
+
+    @property
+    def head(self) -> int:
+        return self.words[layout.W_HEAD]
+
+    @property
+    def consumed(self) -> int:
+        return self.words[layout.D_CONSUMED]
+
+    @property
+    def epoch(self) -> int:
+        return self.words[layout.D_EPOCH]
+
+    @property
+    def epoch_sequence(self) -> int:
+        return self.words[layout.D_EPOCH_SEQUENCE]
+
+    @property
+    def status(self) -> int:
+        return self.words[layout.D_STATUS]
+
+    @status.setter
+    def status(self, value: int) -> None:
+        self.words[layout.D_STATUS] = value
+
+    @property
+    def total_bytes(self) -> int:
+        """Shared memory of the session, in bytes."""
+        own = sum(part.size for part in self._parts)
+        return own + sum(key_bytes(self.geometry, key.row_bytes) for key in self.keys.values())
+
+    def open_key(self, key_id: int, schema: KeySchema, progress: Progress | None = None) -> KeyStore:
+        """Make, prefault and, where the limit allows it, lock the segments of a key.
+
+        Raises:
+            shm.ShmFullError: no room; nothing is left behind.
+        """
+        store = create_key(self.names, key_id, schema, self.geometry, self._mode)
+        self._prefault(store.segments(), progress)
+        store.locked = all(shm.lock_memory(segment) for segment in store.segments())
+        self.keys[key_id] = store
+        return store
+
+    def close_key(self, key_id: int) -> None:
+        """Unlink a key and let go of it. No error where it is gone already: the record that asks may be done twice."""
+        store = self.keys.pop(key_id, None)
+        if store is None:
+            return
+        for segment in store.segments():
+            shm.unlink_segment(segment.name)
+
+    def unlink(self) -> None:
+        """Remove every name. Workers keep what they have mapped."""
+        for store in self.keys.values():
+            for segment in store.segments():
+                shm.unlink_segment(segment.name)
+        for part in self._parts:
+            shm.unlink_segment(part.name)
+        shm.unlink_semaphore(self.names.daemon_doorbell)
+        shm.unlink_semaphore(self.names.worker_doorbell)
+
+    def close(self) -> None:
+        """Let go of everything mapped; a mapping goes when its last reader does. Nothing may use the session after."""
+        self.keys.clear()
+        del self.arena, self.slot_words
+        self.words.release()
+        self.control_bytes.release()
+        self.daemon_doorbell.close()
+        self.worker_doorbell.close()
+        self._parts.clear()

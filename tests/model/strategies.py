@@ -1,0 +1,31 @@
+"""Random sequences: as hypothesis strategies, which shrink, and from a plain seed, for long runs and mutants."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import strategies as st
+
+from tests.model.driver import KINDS, Event, Plan
+from tests.model.setups import SETUPS
+
+_BYTE = st.integers(0, 255)
+
+events = st.builds(Event, st.sampled_from(KINDS), _BYTE, _BYTE, _BYTE, _BYTE)
+
+plans = st.builds(
+    Plan,
+    st.integers(0, len(SETUPS) - 1),
+    st.integers(0, 7),
+    st.lists(events, min_size=4, max_size=40).map(tuple),
+)
+
+
+def plan_of(seed: int) -> Plan:
+    """The plan of a seed, of the same distribution."""
+    rng = Random(seed)
+    made = [
+        Event(rng.choice(KINDS), rng.randrange(256), rng.randrange(256), rng.randrange(256), rng.randrange(256))
+        for _ in range(rng.randint(4, 40))
+    ]
+    return Plan(rng.randrange(len(SETUPS)), rng.randrange(8), tuple(made))
