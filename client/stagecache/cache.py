@@ -32,7 +32,7 @@ from stagecache.arena import Arena
 from stagecache.batch import Batch, BatchReader, scheduled_runs, start_positions
 from stagecache.counters import Counters
 from stagecache.deferred import DeferredRows, StepClone
-from stagecache.device import CpuDevice
+from stagecache.device import CpuDevice, clone_rows
 from stagecache.errors import DaemonLostError, StageCacheError, StepConsumedError, UnknownRequestError
 from stagecache.hits import Gather, Hit, HitReader
 from stagecache.keys import KeyBook, Split
@@ -559,7 +559,7 @@ class StageCache:
                 gather.extent = None
         if leased is None:
             self.counters.copied_extents += 1
-            return rows.clone()
+            return clone_rows(rows)
         return torch.from_numpy(leased)[: rows.numel() * rows.element_size()].view(rows.dtype).view(rows.shape)
 
     def _end_step(self, step: SavedStep) -> None:

@@ -81,6 +81,11 @@ class Observer:
         return self._rpc.reset(pb.ResetRequest(stage=stage, force=force, cause=cause), self._timeout_s)
 
 
+def connect_observer(socket: str | os.PathLike[str], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Observer:
+    """An observer of the daemon at ``socket``, to be closed; see ``Observer``."""
+    return Observer(socket, timeout_s=timeout_s)
+
+
 def stats_to_dict(stats: pb.StatsResponse) -> dict[str, Any]:
     """The snapshot as plain values with the field names of the wire, zeros included; for JSON."""
     return MessageToDict(stats, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)

@@ -115,7 +115,7 @@ REFUSALS: tuple[Reason, ...] = (
     Reason(
         "G3",
         lambda f: f.prefix_match_unit is not None and f.prefix_match_unit != f.block_size,
-        lambda f: f"prefix_match_unit={f.prefix_match_unit} with block_size={f.block_size} lets a hit end inside a block",
+        lambda f: f"prefix_match_unit={f.prefix_match_unit} with block_size={f.block_size} lets hits end within blocks",
         f"Unset prefix_match_unit, {_OFF}",
     ),
     Reason(
@@ -145,7 +145,7 @@ REFUSALS: tuple[Reason, ...] = (
     Reason(
         "G3",
         lambda f: f.decode_context_parallel != 1,
-        lambda f: f"decode context parallelism is on ({f.decode_context_parallel} ranks), which stripes tokens over ranks",
+        lambda f: f"decode context parallelism is on ({f.decode_context_parallel} ranks) and stripes tokens over ranks",
         f"Set decode_context_parallel_size=1, {_OFF}",
     ),
     Reason(

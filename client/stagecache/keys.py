@@ -98,7 +98,9 @@ class KeyBook:
     ) -> None:
         key = self.open.get(name)
         tensor = isinstance(value, torch.Tensor)
-        per_token = tensor and value.ndim >= 1 and value.shape[0] in (n, padded) and dtype_name(value.dtype) in DTYPE_BYTES
+        per_token = (
+            tensor and value.ndim >= 1 and value.shape[0] in (n, padded) and dtype_name(value.dtype) in DTYPE_BYTES
+        )
         if name in self._provisional and key is not None:
             if not per_token or not key.fits(value):
                 self._demote(split, key)
@@ -133,7 +135,9 @@ class KeyBook:
         """K3: this key, this step only."""
         key = self.open.get(name)
         found = f"{dtype_name(tensor.dtype)} of shape {tuple(tensor.shape)}"
-        had = "not opened yet" if key is None else f"opened with {key.schema.dtype} rows of shape {key.schema.row_shape}"
+        had = (
+            "not opened yet" if key is None else f"opened with {key.schema.dtype} rows of shape {key.schema.row_shape}"
+        )
         error = SchemaMismatchError(
             f"key {name}: {had}, this step brought {found}, where {wanted} were expected; the key was not saved in this "
             "step.",

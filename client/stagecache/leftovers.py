@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stagecache.device import CpuDevice
+from stagecache.device import CpuDevice, clone_rows
 
 
 def snapshot(value: Any, device: CpuDevice) -> Any:
@@ -31,11 +31,9 @@ def for_request(value: Any, index: int, batch_size: int, *, split_lists: bool) -
     go by their values.
     """
     if isinstance(value, torch.Tensor):
-        return value.clone()
+        return clone_rows(value)
     if isinstance(value, Mapping):
-        return {
-            key: for_request(item, index, batch_size, split_lists=split_lists) for key, item in value.items()
-        }
+        return {key: for_request(item, index, batch_size, split_lists=split_lists) for key, item in value.items()}
     if isinstance(value, list):
         if split_lists and len(value) == batch_size:
             return whole(value[index])
@@ -48,7 +46,7 @@ def for_request(value: Any, index: int, batch_size: int, *, split_lists: bool) -
 def whole(value: Any) -> Any:
     """An independent copy of a snapshot."""
     if isinstance(value, torch.Tensor):
-        return value.clone()
+        return clone_rows(value)
     if isinstance(value, Mapping):
         return {key: whole(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,12 +1,11 @@
 """A daemon of one's own: started as a child on a private socket, gone when its owner is.
 
-    with LocalDaemon(directory) as daemon:
-        os.environ["STAGECACHE_SOCKET"] = str(daemon.socket)
+with LocalDaemon(directory) as daemon:
+    os.environ["STAGECACHE_SOCKET"] = str(daemon.socket)
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -18,13 +17,18 @@ from types import TracebackType
 
 from stagecache.control import ping
 from stagecache.errors import DaemonUnavailableError, StageCacheError
+from stagecache.local_engine import file_tail
 
-_PR_SET_PDEATHSIG = 1
+#: Has the kernel send SIGTERM to the child when its parent ends (PR_SET_PDEATHSIG is 1), then runs the daemon.
+_START = (
+    "import ctypes, runpy, signal; ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0); "
+    "runpy.run_module('stagecached', run_name='__main__', alter_sys=True)"
+)
 _SOCKET_PATH_LIMIT = 100  # bytes; sun_path holds 107, and the daemon puts its peer socket beside the socket
 
 
 class LocalDaemon:
-    """Starts ``python -m stagecached`` and stops it by its own process id.
+    """Starts ``stagecached`` and stops it by its own process id.
 
     The child is in a session of its own, so Ctrl-C on a terminal reaches only its owner, which then stops it; should
     the owner be killed, the kernel terminates the child.
@@ -80,12 +84,11 @@ class LocalDaemon:
         started = time.monotonic()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "stagecached", "--socket", str(self.socket), *self._arguments],
+                [sys.executable, "-c", _START, "--socket", str(self.socket), *self._arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
             )
         try:
             self._wait_ready(self._process, started + self._start_timeout_s)
@@ -97,23 +100,17 @@ class LocalDaemon:
     def _wait_ready(self, process: subprocess.Popen[bytes], deadline: float) -> None:
         while True:
             if process.poll() is not None:
-                raise DaemonUnavailableError(f"stagecached ended with status {process.returncode}:\n{self.log_tail()}")
+                text = f"stagecached ended with status {process.returncode}:\n{file_tail(self.log, 15)}"
+                raise DaemonUnavailableError(text)
             try:
                 ping(self.socket, timeout_s=1.0)
                 return
             except StageCacheError as error:
                 if time.monotonic() > deadline:
                     raise DaemonUnavailableError(
-                        f"stagecached does not serve after {self._start_timeout_s:.0f} s:\n{self.log_tail()}"
+                        f"stagecached does not serve after {self._start_timeout_s:.0f} s:\n{file_tail(self.log, 15)}"
                     ) from error
             time.sleep(0.02)
-
-    def log_tail(self, lines: int = 15) -> str:
-        """The last lines of its log."""
-        try:
-            return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
-        except OSError:
-            return "(no log)"
 
     def stop(self) -> None:
         """Stop it gracefully, and kill it when it does not stop in time; does nothing when it does not run."""
@@ -126,11 +123,3 @@ class LocalDaemon:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _die_with_parent() -> None:
-    """Runs in the child between fork and exec: have the kernel send SIGTERM when the parent's thread ends."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-
-
-_LIBC = ctypes.CDLL(None, use_errno=True)

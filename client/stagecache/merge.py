@@ -10,6 +10,7 @@ import torch
 
 from stagecache import leftovers
 from stagecache.batch import Batch
+from stagecache.device import clone_rows, copy_rows
 from stagecache.errors import StageCacheError
 from stagecache.hits import Hit
 from stagecache.mapping import StagedKey
@@ -114,7 +115,7 @@ def _merge_key(
         source, owned = step.all_keys[name].pages[step.page.page][: batch.tokens], False
     hits = step.hits
     if not hits and window_of is None and len(req_ids) == len(batch.req_ids):
-        rows = source if owned else source.clone()
+        rows = source if owned else clone_rows(source)
         parts = rows.split(1 if batch.counts is None else batch.counts)
         if req_ids == batch.req_ids:
             return dict(zip(req_ids, parts, strict=True))
@@ -124,7 +125,7 @@ def _merge_key(
     firsts = dict(zip(batch.req_ids, batch.first.tolist(), strict=True))
     merged: dict[str, torch.Tensor] = {}
     plain = [req_id for req_id in req_ids if req_id not in hits]
-    copied = source if owned or not plain else source.clone()
+    copied = source if owned or not plain else clone_rows(source)
     for req_id in req_ids:
         start, end = spans[req_id]
         hit = hits.get(req_id)
@@ -151,7 +152,7 @@ def _merge_hit(
     begin, stop = window_of[hit.req_id] if window_of is not None else (hit.low, hit.high + len(tail))
     raw = read_hit(hit, name, begin)
     rows = raw.view(tail.dtype).view(hit.rows + hit.tail, *tail.shape[1:])
-    rows[hit.rows : hit.rows + len(tail)].copy_(tail)
+    copy_rows(rows[hit.rows : hit.rows + len(tail)], tail)
     return hand_out(hit, name, rows)[begin - hit.low : stop - hit.low]
 
 

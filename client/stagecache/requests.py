@@ -78,7 +78,9 @@ class RequestTable:
             self._retire(state.period.chain, last_step_id)
         return state
 
-    def comeback(self, state: RequestState, blocks: list[int], computed: int, block_size: int, last_step_id: int) -> int:
+    def comeback(
+        self, state: RequestState, blocks: list[int], computed: int, block_size: int, last_step_id: int
+    ) -> int:
         """A live request comes again with ``computed`` tokens done and the whole table ``blocks``.
 
         Returns the first position of [0, computed) that may still have to be handed out.

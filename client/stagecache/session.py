@@ -54,9 +54,7 @@ def schema_message(schema: KeySchema) -> pb.KeySchema:
 class Session:
     """An attached worker. Made by ``Session.attach``; ended by ``close`` or by the process' end."""
 
-    def __init__(
-        self, rpc: Rpc, lock: LifeLock, answer: pb.AttachResponse, stage: str, daemon_grace_s: float
-    ) -> None:
+    def __init__(self, rpc: Rpc, lock: LifeLock, answer: pb.AttachResponse, stage: str, daemon_grace_s: float) -> None:
         granted = answer.geometry
         self.geometry = Geometry(
             granted.num_blocks,
@@ -207,7 +205,9 @@ class Session:
             self.wait(lambda: self.log.consumed >= sequence, timeout_s, what)
         self.log.wait_consumed(sequence, 0.0)
 
-    def wait(self, ready: Callable[[], bool], timeout_s: float, what: str, listen: Callable[[float], None] | None = None) -> None:
+    def wait(
+        self, ready: Callable[[], bool], timeout_s: float, what: str, listen: Callable[[float], None] | None = None
+    ) -> None:
         """Wait until ``ready``, for ``timeout_s`` seconds at most; the daemon's absence ends it earlier.
 
         listen(slice_s) sleeps until something may have changed; by default on the daemon's doorbell.

@@ -66,9 +66,7 @@ class Watcher:
     def _shake_hands_again(self) -> None:
         credentials = self._rpc.credentials
         try:
-            handshake(
-                credentials.socket, credentials.role, session_id=credentials.session_id, token=credentials.token
-            )
+            handshake(credentials.socket, credentials.role, session_id=credentials.session_id, token=credentials.token)
             self.reconnects += 1
         except StageCacheError:
             pass

@@ -139,7 +139,9 @@ class KeySchema:
         if self.dtype not in DTYPE_BYTES:
             raise BadGeometryError(f"key {self.name}: dtype {self.dtype!r} is none of {', '.join(DTYPE_BYTES)}")
         if len(self.row_shape) > 8 or any(n < 1 for n in self.row_shape):
-            raise BadGeometryError(f"key {self.name}: row shape {self.row_shape} has a dimension below 1 or over 8 of them")
+            raise BadGeometryError(
+                f"key {self.name}: row shape {self.row_shape} has a dimension below 1 or over 8 of them"
+            )
         _in_range(f"key {self.name}: bytes of a row", self.row_bytes, 1, MAX_ROW_BYTES)
         return self
 

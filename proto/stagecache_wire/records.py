@@ -39,9 +39,7 @@ NO_PAGE = (1 << 64) - 1
 KEY_MASK = (1 << 24) - 1
 MODE_SHIFT = 24
 
-GATHER_DTYPE = np.dtype(
-    [("span", "<u4"), ("key", "<u4"), ("result", "<u4"), ("zero", "<u4"), ("arena_offset", "<u8")]
-)
+GATHER_DTYPE = np.dtype([("span", "<u4"), ("key", "<u4"), ("result", "<u4"), ("zero", "<u4"), ("arena_offset", "<u8")])
 
 _EMPTY32: U32 = np.empty(0, np.uint32)
 _EMPTY64: U64 = np.empty(0, np.uint64)

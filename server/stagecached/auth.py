@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Final
 
 from stagecache_wire.v1 import stagecache_pb2 as pb
-
 from stagecached.refusal import Refusal
 
 SERVICE: Final = "stagecache.v1.StageCache"

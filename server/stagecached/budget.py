@@ -14,7 +14,6 @@ from stagecache_wire import shm
 from stagecache_wire.geometry import Geometry, KeySchema, pool_bytes, staging_bytes, table_bytes
 from stagecache_wire.layout import PAGE, ControlLayout
 from stagecache_wire.v1 import stagecache_pb2 as pb
-
 from stagecached.refusal import Refusal
 
 MIB: Final = 1 << 20

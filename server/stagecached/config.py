@@ -17,7 +17,6 @@ from pydantic_settings.exceptions import SettingsError
 
 from stagecache_wire.names import DEFAULT_SOCKET, RunPaths
 from stagecache_wire.shm import SHM_DIRECTORY
-
 from stagecached.access import Access
 from stagecached.logs import LogFormat, LogLevel
 
@@ -97,7 +96,7 @@ class Settings(BaseSettings):
     )
     config: Path | None = Field(default=None, description="TOML file with further settings")
     memory_budget: Annotated[int, BeforeValidator(_size)] = Field(
-        default=DEFAULT_BUDGET,
+        default=DEFAULT_BUDGET,  # type: ignore[assignment]  # validated like any other value
         description="shared memory of all sessions together, in bytes or like 12GiB or 80%",
         ge=1,
     )

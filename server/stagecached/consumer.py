@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from stagecache_wire import layout, presence
 from stagecache_wire.fence import fence
 from stagecache_wire.records import BadRecordError, KeyMode, Kind, Record, decode, expand_runs
-
 from stagecached import lookup as lookup_module
 from stagecached.keystore import KeyStore, Span
 from stagecached.segments import SessionSegments
@@ -46,7 +45,8 @@ class Consumer:
         on_key_closed: Callable[[int], None],
     ) -> None:
         """on_failed(reason, message): a bad record ended the session. on_key_closed(key_id): a key was given up.
-        Both are called on the consumer's thread."""
+        Both are called on the consumer's thread.
+        """
         self._segments = segments
         self._words = segments.words
         self._on_failed = on_failed

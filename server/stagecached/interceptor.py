@@ -15,22 +15,19 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from stagecache_wire.v1 import stagecache_pb2 as pb
-
 from stagecached import auth
 from stagecached.refusal import Refusal, abort, internal
 
 log = structlog.get_logger()
 
 
-class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Wraps every handler of the service; health and reflection pass unguarded."""
 
     def __init__(self, tokens: auth.Tokens) -> None:
         self._tokens = tokens
 
-    async def intercept_service(
-        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
-    ) -> Any:
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         path: str = handler_call_details.method
         handler = await continuation(handler_call_details)
         if handler is None or path.startswith(auth.OPEN_SERVICES):

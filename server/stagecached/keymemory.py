@@ -12,7 +12,6 @@ import structlog
 from pydantic import BaseModel, ValidationError
 
 from stagecache_wire.geometry import MAX_KEYS, BadGeometryError, KeySchema
-
 from stagecached.files import write_atomically
 
 MAX_STAGES: Final = 256

@@ -160,9 +160,7 @@ class KeyStore:
         return len(slot_words) - found.unknown - found.absent - found.pending
 
 
-def classify(
-    slot_words: Words, claims: Words, epoch_sequence: int
-) -> tuple[Gathered, NDArray[np.bool_] | None]:
+def classify(slot_words: Words, claims: Words, epoch_sequence: int) -> tuple[Gathered, NDArray[np.bool_] | None]:
     """``stagecache_wire.presence.presence_of`` over arrays: the counts, and the mask of PRESENT rows.
 
     slot_words, claims: u64 [n]. The mask is None where every row is PRESENT, which is found by two comparisons:

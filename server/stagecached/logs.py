@@ -52,4 +52,3 @@ def configure(log_format: LogFormat, level: LogLevel) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(max(number, logging.WARNING))
-

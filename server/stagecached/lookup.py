@@ -44,7 +44,7 @@ def lookup(
     size = geometry.block_size
     wanted = list(key_ids) or sorted(segments.keys)
     stores = [segments.keys[key_id] for key_id in wanted]
-    if len(block_ids) and not (0 <= int(block_ids.min()) and int(block_ids.max()) < geometry.num_blocks):
+    if len(block_ids) and not (int(block_ids.min()) >= 0 and int(block_ids.max()) < geometry.num_blocks):
         raise ValueError(f"a block id lies outside 0 to {geometry.num_blocks - 1}")
     if sum(-(-tokens // size) for tokens in span_tokens) != len(block_ids):
         raise ValueError(f"{len(block_ids)} block ids for spans of {list(span_tokens)[:8]} tokens in blocks of {size}")

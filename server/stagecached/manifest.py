@@ -13,7 +13,6 @@ from typing import Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stagecache_wire.geometry import Geometry, KeySchema
-
 from stagecached.files import write_atomically
 
 VERSION: Final = 1

@@ -16,7 +16,6 @@ from typing import Final
 
 from stagecache_wire.locks import LifeLock, LockHeldError
 from stagecache_wire.names import RunPaths
-
 from stagecached.access import Access
 
 SHM_LOCK_TIMEOUT_S: Final = 5.0
@@ -49,14 +48,15 @@ class RunDirectory:
             _make_directory(paths.sessions, Access(), ours=True)
         except OSError as error:
             raise StartError(
-                f"the run directory {paths.directory} cannot be used: {error.strerror}. Choose a --socket in a directory "
-                f"that uid {os.geteuid()} may write to."
+                f"the run directory {paths.directory} cannot be used: {error.strerror}. Choose a --socket in a "
+                f"directory that uid {os.geteuid()} may write to."
             ) from error
         try:
             lock = LifeLock(paths.lock)
         except LockHeldError:
             raise StartError(
-                f"another stagecached serves {paths.socket}: {_holder(paths.lock)}. Stop it, or choose another --socket."
+                f"another stagecached serves {paths.socket}: {_holder(paths.lock)}. Stop it, or choose another "
+                "--socket."
             ) from None
         try:
             shm_lock = _wait_for_lock(paths.shm_lock, SHM_LOCK_TIMEOUT_S)
@@ -115,7 +115,9 @@ def _wait_for_lock(path: Path, timeout_s: float) -> LifeLock:
 
 
 def _write_holder(path: Path, paths: RunPaths) -> None:
-    path.write_text(json.dumps({"pid": os.getpid(), "started_unix_s": int(time.time()), "directory": str(paths.directory)}))
+    path.write_text(
+        json.dumps({"pid": os.getpid(), "started_unix_s": int(time.time()), "directory": str(paths.directory)})
+    )
 
 
 def _holder(path: Path) -> str:

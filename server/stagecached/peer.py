@@ -26,7 +26,6 @@ import structlog
 
 from stagecache_wire.layout import ABI
 from stagecache_wire.v1 import stagecache_pb2 as pb
-
 from stagecached import auth
 from stagecached.access import Access
 from stagecached.refusal import Refusal, internal
@@ -147,7 +146,8 @@ class PeerServer:
             question = None
         if not isinstance(question, dict):
             raise Refusal(
-                pb.REASON_UNSPECIFIED, f"the handshake is one line of JSON, an object, of at most {MAX_LINE_BYTES} bytes."
+                pb.REASON_UNSPECIFIED,
+                f"the handshake is one line of JSON, an object, of at most {MAX_LINE_BYTES} bytes.",
             )
         return question
 

@@ -37,7 +37,7 @@ _CODES: Final[dict[int, grpc.StatusCode]] = {
 }
 
 
-class Refusal(Exception):  # noqa: N818 - named for what it is to the caller
+class Refusal(Exception):
     """A request that the daemon will not do. Nothing of it was done, or all of it was undone."""
 
     def __init__(
@@ -60,9 +60,7 @@ class Refusal(Exception):  # noqa: N818 - named for what it is to the caller
 
     def to_wire(self) -> pb.Error:
         code: int = self.code.value[0]
-        return pb.Error(
-            code=code, reason=self.reason, message=self.message, remedy=self.remedy, facts=dict(self.facts)
-        )
+        return pb.Error(code=code, reason=self.reason, message=self.message, remedy=self.remedy, facts=dict(self.facts))
 
 
 def internal() -> Refusal:

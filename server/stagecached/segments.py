@@ -11,7 +11,6 @@ from stagecache_wire import layout, shm
 from stagecache_wire.geometry import Geometry, KeySchema, key_bytes, table_bytes
 from stagecache_wire.layout import ControlLayout
 from stagecache_wire.names import SessionNames
-
 from stagecached.keystore import KeyStore, adopt_key, create_key
 
 Progress = Callable[[str, int, int], None]

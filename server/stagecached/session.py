@@ -13,7 +13,6 @@ from typing import Final
 from stagecache_wire.geometry import Geometry, KeySchema
 from stagecache_wire.names import SessionNames
 from stagecache_wire.v1 import stagecache_pb2 as pb
-
 from stagecached.budget import Reservation
 from stagecached.consumer import Consumer
 from stagecached.keystore import KeyStore
@@ -140,6 +139,11 @@ class Session:
         except asyncio.TimeoutError:
             return False
         return True
+
+    @property
+    def budget_bytes(self) -> int:
+        """Shared memory of the session, in bytes."""
+        return self.base.cost.total + sum(held.cost.total for held in list(self.key_reservations.values()))
 
     def release_budget(self) -> None:
         self.base.release()

@@ -9,7 +9,6 @@ import structlog
 from stagecache_wire import shm
 from stagecache_wire.geometry import MAX_KEYS, KeySchema
 from stagecache_wire.v1 import stagecache_pb2 as pb
-
 from stagecached.access import Access
 from stagecached.background import Background, progress_of
 from stagecached.budget import Budget, key_cost

@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +27,6 @@ from stagecache_wire import layout, shm
 from stagecache_wire.geometry import MAX_KEYS, KeySchema
 from stagecache_wire.names import SessionNames
 from stagecache_wire.v1 import stagecache_pb2 as pb
-
 from stagecached import sweep
 from stagecached.access import Access
 from stagecached.background import Background, call_soon, progress_of
@@ -167,8 +167,8 @@ class SessionManager:
             raise Refusal(
                 pb.REASON_WORKER_LOCK_FREE,
                 "the worker does not hold the lock of this session, so it would look dead.",
-                "Take the lock that the handshake named, keep it for life, then attach; where its file is gone, do a new "
-                "handshake.",
+                "Take the lock that the handshake named, keep it for life, then attach; where its file is gone, "
+                "another handshake names a new one.",
             )
         if len(self._sessions) >= self._max_sessions:
             raise Refusal(
@@ -260,7 +260,7 @@ class SessionManager:
             raise self.budget.shm_full(f"attach of {spec.label}", cost) from error
 
     def adopt(self, manifest: Manifest, segments: SessionSegments) -> Session:
-        """Go on with a session that an earlier daemon made: segments mapped and checked, manifest true, worker alive."""
+        """Go on with a session of an earlier daemon: segments mapped and checked, manifest true, worker alive."""
         label, geometry = label_of(manifest.model, manifest.stage, manifest.rank), segments.geometry
         keys = {key_id: key_cost(geometry, store.schema) for key_id, store in segments.keys.items()}
         session = self._start(
@@ -380,8 +380,8 @@ class SessionManager:
         if self._attaching:
             await asyncio.wait(list(self._attaching.values()), timeout=drain_s)
         if keep:
-            stops = [session.consumer.stop for session in self.all()]
-            await asyncio.gather(*(self.background.in_thread(lambda stop=stop: stop(drain_s)) for stop in stops))
+            stops = [partial(session.consumer.stop, drain_s) for session in self.all()]
+            await asyncio.gather(*(self.background.in_thread(stop) for stop in stops))
         else:
             for session_id in [*self._sessions, *self._expected]:
                 self._start_end(session_id, "the daemon stops", drain_s)

@@ -7,9 +7,8 @@ from typing import Final
 import numpy as np
 
 from stagecache_wire import layout
-from stagecache_wire.records import BadRecordError, Kind, KeyMode, Record
+from stagecache_wire.records import BadRecordError, KeyMode, Kind, Record
 from stagecache_wire.v1 import stagecache_pb2
-
 from stagecached.segments import SessionSegments
 
 REASON_SESSION_FAILED: Final = int(stagecache_pb2.REASON_SESSION_FAILED)
@@ -96,7 +95,7 @@ def _check_keys(segments: SessionSegments, record: Record) -> list[KeyMode]:
         raise BadRecordError(str(error)) from None
     kind = record.kind
     single = kind in (Kind.FLUSH, Kind.FAIL, Kind.CLOSE_KEY)
-    if single != (len(keyed) == 1) and kind is not Kind.SAVE or (kind is not Kind.SAVE and not single and keyed):
+    if (single != (len(keyed) == 1) and kind is not Kind.SAVE) or (kind is not Kind.SAVE and not single and keyed):
         raise BadRecordError(f"{kind.name} names {len(keyed)} keys")
     if len({key_id for key_id, _ in keyed}) != len(keyed):
         raise BadRecordError("a key is named twice")

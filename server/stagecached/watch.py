@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from stagecache_wire.v1 import stagecache_pb2 as pb
-
 from stagecached.auth import Caller
 
 MAX_PENDING_EVENTS: Final = 64

@@ -152,7 +152,11 @@ class Run:
         self._begin(Step((), finished=("bad",)))
 
     def _begin(self, step: Step) -> None:
-        self._both(f"new_step_starts({step})", lambda cache: cache.new_step_starts(step))
+        text = str(step)
+        for request in step.batch:
+            if request.how == "new" and request.req_id in self.model.live and request.req_id not in step.finished:
+                text = text.replace(str(request), f"{str(request).removesuffix(' new')} again")
+        self._both(f"new_step_starts({text})", lambda cache: cache.new_step_starts(step))
 
     def _save(self, event: Event, step: Step, way: int) -> None:
         while len(self._open) >= self.setup.rules.depth:

@@ -131,7 +131,7 @@ class RealCache:
     """
 
     def __init__(self, rules: Rules, socket: str, **settings: Any):
-        from stagecache import Geometry, KeySpec, ModelCachePolicy, StageCache
+        from stagecache import Geometry, KeySchema, ModelCachePolicy, StageCache
 
         self.rules = rules
         self.view = View(rules.block_size)
@@ -154,7 +154,7 @@ class RealCache:
             policy=ModelCachePolicy(
                 needs_full_hidden_states=rules.needs_hidden, deferred_keys=rules.deferred, key_roles=roles
             ),
-            keys=[KeySpec(key, schema.dtype, schema.row_shape) for key, schema in rules.schemas.items()],
+            keys=[KeySchema(key, schema.dtype, schema.row_shape) for key, schema in rules.schemas.items()],
             **settings,
         )
         self.next_step: Step | None = None

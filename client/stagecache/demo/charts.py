@@ -54,14 +54,13 @@ def columns(bars: Sequence[Bar], *, top: float, unit: str, label: str, x_label: 
             if value > 0:
                 low, high = y(base), y(base + value)
                 out.append(
-                    f'<rect x="{x - wide / 2:.1f}" y="{high:.1f}" width="{wide:.1f}" height="{max(0.5, low - high):.1f}" '
-                    f'rx="3" style="fill:{color}"><title>{escape(tip)}</title></rect>'
+                    f'<rect x="{x - wide / 2:.1f}" y="{high:.1f}" width="{wide:.1f}" '
+                    f'height="{max(0.5, low - high):.1f}" rx="3" style="fill:{color}">'
+                    f"<title>{escape(tip)}</title></rect>"
                 )
             base += value
-        out.append(f'<text class="value" x="{x:.1f}" y="{y(base) - 6:.1f}" text-anchor="middle">{escape(bar.text)}</text>')
-        out.append(
-            f'<text x="{x:.1f}" y="{HEIGHT - _BOTTOM + 17}" text-anchor="middle">{escape(bar.label)}</text>'
-        )
+        out.append(_text(x, y(base) - 6, bar.text, "value"))
+        out.append(_text(x, HEIGHT - _BOTTOM + 17, bar.label))
     return _svg(out, label, x_label)
 
 
@@ -86,11 +85,8 @@ def log_scatter(series: Sequence[Series], *, unit: str, label: str, x_label: str
                     f'<circle cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="3.4" style="fill:{one.color}">'
                     f"<title>{escape(tip)}</title></circle>"
                 )
-    for tick in _linear_ticks(last, 8):
-        if tick <= last:
-            out.append(
-                f'<text x="{x_of(tick):.1f}" y="{HEIGHT - _BOTTOM + 17}" text-anchor="middle">{tick:,.0f}</text>'
-            )
+    ticks = [tick for tick in _linear_ticks(last, 8) if tick <= last]
+    out += [_text(x_of(tick), HEIGHT - _BOTTOM + 17, f"{tick:,.0f}") for tick in ticks]
     return _svg(out, label, x_label, width)
 
 
@@ -101,12 +97,16 @@ def legend(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def _svg(parts: Sequence[str], label: str, x_label: str, width: int = WIDTH) -> str:
-    foot = f'<text x="{(width + _LEFT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>'
+    foot = _text((width + _LEFT) / 2, HEIGHT - 8, x_label)
     return (
         f'<svg viewBox="0 0 {width} {HEIGHT}" role="img" aria-label="{escape(label)}">'
         + "".join(parts)
         + f"{foot}</svg>"
     )
+
+
+def _text(x: float, y: float, text: str, kind: str = "axis") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{escape(text)}</text>'
 
 
 def _grid(ticks: Sequence[tuple[float, str]], width: int = WIDTH) -> str:

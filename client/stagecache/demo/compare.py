@@ -89,9 +89,7 @@ def compare(
     return [_compare_one(request, cached, uncached, standard) for wave in waves for request in wave]
 
 
-def _compare_one(
-    request: DemoRequest, cached: Recording, uncached: Recording, standard: Standard
-) -> RequestResult:
+def _compare_one(request: DemoRequest, cached: Recording, uncached: Recording, standard: Standard) -> RequestResult:
     hit_tokens = cached.hit_tokens.get(request.req_id, 0)
     mine, reference = cached.prompts.get(request.req_id), uncached.prompts.get(request.req_id)
     if mine is None or reference is None or int(mine.hidden.shape[0]) != len(request.tokens):

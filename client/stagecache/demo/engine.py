@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from stagecache.demo.workload import DemoRequest
+from stagecache.local_engine import running_engine
 from stagecache.shim.assemble import PromptAssembler, PromptRows
 from stagecache.shim.steps import StepRows, external_id, on_step
+
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -79,48 +78,6 @@ class Recording:
     start_s: float = 0.0
 
 
-def quiet_engine_environment() -> dict[str, str]:
-    """Environment for a small engine in this process, with no network and no chatter. Set it before vLLM is imported."""
-    return {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-        "VLLM_PLUGINS": "stagecache",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "TQDM_DISABLE": "1",
-    }
-
-
-@contextlib.contextmanager
-def engine(settings: EngineSettings, *, prefix_caching: bool) -> Iterator[Any]:
-    """A vLLM engine (its LLMEngine), shut down at the end."""
-    from vllm import LLM
-
-    llm = LLM(
-        model=str(settings.checkpoint),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        enable_prefix_caching=prefix_caching,
-        dtype=settings.dtype,
-        block_size=settings.block_size,
-        max_model_len=settings.max_len,
-        max_num_seqs=settings.max_seqs,
-        max_num_batched_tokens=settings.max_batched_tokens,
-        kv_cache_memory_bytes=settings.kv_bytes,
-        use_tqdm_on_load=False,
-        seed=0,
-    )
-    try:
-        yield llm.llm_engine
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
-
-
 def record(
     settings: EngineSettings,
     waves: Sequence[Sequence[DemoRequest]],
@@ -151,7 +108,7 @@ def record(
             recording.steps.append(StepSample(rows.step_s, rows.shim_s, computed, cached, len(rows.req_ids)))
 
     started = time.perf_counter()
-    with engine(settings, prefix_caching=prefix_caching) as running, contextlib.ExitStack() as subscriptions:
+    with running_engine(_arguments(settings, prefix_caching)) as running, contextlib.ExitStack() as subscriptions:
         recording.start_s = time.perf_counter() - started
         _warm_up(running, settings)
         on_start()
@@ -164,13 +121,28 @@ def record(
     return recording
 
 
+def _arguments(settings: EngineSettings, prefix_caching: bool) -> dict[str, Any]:
+    return {
+        "model": str(settings.checkpoint),
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": prefix_caching,
+        "dtype": settings.dtype,
+        "block_size": settings.block_size,
+        "max_model_len": settings.max_len,
+        "max_num_seqs": settings.max_seqs,
+        "max_num_batched_tokens": settings.max_batched_tokens,
+        "kv_cache_memory_bytes": settings.kv_bytes,
+    }
+
+
 def _warm_up(running: Any, settings: EngineSettings) -> None:
     """Let the engine pay for its first steps, with prompts that share nothing with the requests."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=3, temperature=0.0, detokenize=False, ignore_eos=True)
     for number in range(settings.max_seqs):
-        tokens = [3 + (7 * number + 5 * position) % 200 for position in range(settings.max_batched_tokens // 4 - number)]
+        length = settings.max_batched_tokens // 4 - number
+        tokens = [3 + (7 * number + 5 * position) % 200 for position in range(length)]
         running.add_request(f"warm-up-{number}", {"prompt_token_ids": tokens}, params)
     while running.has_unfinished_requests():
         running.step()
@@ -179,28 +151,10 @@ def _warm_up(running: Any, settings: EngineSettings) -> None:
 def _run_wave(running: Any, settings: EngineSettings, wave: Sequence[DemoRequest], recording: Recording) -> None:
     from vllm import SamplingParams
 
-    params = SamplingParams(
-        max_tokens=settings.output_tokens, temperature=0.0, detokenize=False, ignore_eos=True
-    )
+    params = SamplingParams(max_tokens=settings.output_tokens, temperature=0.0, detokenize=False, ignore_eos=True)
     for request in wave:
         running.add_request(request.req_id, {"prompt_token_ids": list(request.tokens)}, params)
     while running.has_unfinished_requests():
         for output in running.step():
             if output.finished:
                 recording.hit_tokens[output.request_id] = int(output.num_cached_tokens or 0)
-
-
-@contextlib.contextmanager
-def stderr_to(path: Path) -> Iterator[None]:
-    """Send this process' stderr, of native code too, to a file for a while, so that a live display stays whole."""
-    sys.stderr.flush()
-    saved = os.dup(2)
-    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        os.dup2(target, 2)
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(target)

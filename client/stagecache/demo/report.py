@@ -42,14 +42,14 @@ class DemoOutcome:
 
     @property
     def ok(self) -> bool:
+        """Every request's rows are right, and every control was noticed."""
         return bool(self.results) and all(result.ok for result in self.results)
 
     @property
     def wrong(self) -> int:
         """Requests whose rows are not right or not all there."""
-        return sum(
-            result.verdict not in ("equal", "close") or result.from_cache != result.hit_tokens for result in self.results
-        )
+        right = (r.verdict in ("equal", "close") and r.from_cache == r.hit_tokens for r in self.results)
+        return sum(not one for one in right)
 
     @property
     def controls(self) -> int:
@@ -57,15 +57,18 @@ class DemoOutcome:
         return sum(result.control_noticed for result in self.results)
 
     def turns(self) -> list[tuple[int, list[RequestResult]]]:
+        """The results of each turn."""
         numbers = sorted({result.request.turn for result in self.results})
         return [(number, [r for r in self.results if r.request.turn == number]) for number in numbers]
 
 
 def prompt_tokens(results: Sequence[RequestResult]) -> int:
+    """Tokens of the requests' prompts together."""
     return sum(len(result.request.tokens) for result in results)
 
 
 def rows_from_cache(results: Sequence[RequestResult]) -> int:
+    """Rows of the requests that the pool gave together."""
     return sum(result.from_cache for result in results)
 
 
@@ -107,7 +110,8 @@ def _percent(part: float, whole: float) -> str:
 
 
 def _tile(value: str, name: str, note: str) -> str:
-    return f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(name)}</span><small>{html.escape(note)}</small></div>'
+    texts = (("b", value), ("span", name), ("small", note))
+    return '<div class="tile">' + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for tag, text in texts) + "</div>"
 
 
 def _figure(title: str, text: str, body: str, *, wide: bool = False) -> str:
@@ -137,7 +141,8 @@ def _row_chart(outcome: DemoOutcome) -> str:
         bars.append(Bar(f"turn {turn}", parts, f"{tokens:,}"))
     chart = columns(bars, top=0, unit="", label="Rows served against computed", x_label="turn of the conversation")
     keys = legend([("from the pool", _POOL), ("computed by the engine", _COMPUTED)])
-    return _figure("Rows served against computed", "Hidden rows that were handed out, by where they came from.", keys + chart)
+    text = "Hidden rows that were handed out, by where they came from."
+    return _figure("Rows served against computed", text, keys + chart)
 
 
 def _step_chart(outcome: DemoOutcome) -> str:
@@ -158,7 +163,8 @@ def _step_chart(outcome: DemoOutcome) -> str:
         f"prefix caching, {sum(s.step_s for s in outcome.cached.steps):.2f} s with it, and "
         f"{sum(s.shim_s for s in outcome.cached.steps):.3f} s for the row cache."
     )
-    return _figure("Step time", text, legend([(one.name, one.color) for one in series]) + chart, wide=True)
+    keys = legend([(one.name, one.color) for one in series])
+    return _figure("Step time", text, keys + f'<div class="scroll">{chart}</div>', wide=True)
 
 
 def _step_tip(number: int, step: StepSample, what: str) -> str:
@@ -213,7 +219,7 @@ body { margin:0; background:var(--page); color:var(--ink);
 main { max-width:1180px; margin:0 auto; padding:32px 20px 56px; }
 h1 { font-size:26px; margin:0; letter-spacing:-.01em; }
 h2 { font-size:16px; margin:0; }
-header p { color:var(--soft); margin:6px 0 18px; max-width:78ch; }
+header p { color:var(--soft); margin:6px 0 18px; max-width:110ch; }
 .verdict { display:flex; gap:12px; align-items:center; padding:14px 18px; border-radius:12px; background:var(--card);
   border:1px solid var(--line); border-left:5px solid var(--good); font-weight:600; }
 .verdict.bad { border-left-color:var(--bad); }
@@ -225,17 +231,19 @@ header p { color:var(--soft); margin:6px 0 18px; max-width:78ch; }
 .tile span { font-weight:600; } .tile small { color:var(--soft); }
 .charts { display:grid; grid-template-columns:repeat(2,minmax(0,1fr)); gap:16px; }
 figure { margin:0; padding:18px 20px 12px; display:flex; flex-direction:column; } figure.wide { grid-column:1/-1; }
-figure p { margin:2px 0 8px; color:var(--soft); } figure svg { width:100%; height:auto; display:block; margin-top:auto; }
+figure p { margin:2px 0 8px; color:var(--soft); }
+figure svg { width:100%; height:auto; display:block; margin-top:auto; }
+figure.wide .scroll svg { min-width:720px; }
 svg text { font-size:12px; fill:var(--soft); font-variant-numeric:tabular-nums; }
 svg text.value { fill:var(--ink); font-size:13px; font-weight:600; }
 svg .grid { stroke:var(--line); stroke-width:1; } svg circle { fill-opacity:.8; }
 .legend { display:flex; flex-wrap:wrap; gap:4px 18px; margin:0 0 4px; font-size:13px; }
 .legend i { display:inline-block; width:11px; height:11px; border-radius:3px; margin-right:7px; vertical-align:-1px; }
 section { margin-top:16px; padding:18px 20px; } .scroll { overflow-x:auto; }
-table { border-collapse:collapse; width:100%; margin-top:8px; font-variant-numeric:tabular-nums; }
+table { border-collapse:collapse; width:100%; margin-top:8px; font-size:14px; font-variant-numeric:tabular-nums; }
 th { text-align:left; color:var(--soft); font-weight:600; font-size:13px; border-bottom:2px solid var(--line); }
 th, td { padding:5px 12px 5px 0; white-space:nowrap; } td { border-bottom:1px solid var(--line); }
-.n { text-align:right; } td.n, th.n { padding-right:24px; }
+.n { text-align:right; } td.n, th.n { padding-right:18px; }
 td.bar { background:linear-gradient(to left, var(--tint) var(--share), transparent var(--share)); padding-right:10px; }
 th.n.bar { padding-right:10px; } td.bar + td, th.bar + th { padding-left:14px; }
 td .good { color:var(--good); font-weight:600; } td .bad { color:var(--bad); font-weight:700; }
@@ -245,15 +253,15 @@ dt { color:var(--soft); } dd { margin:0; }
 </style>
 <main>
 <header><h1>stagecache demo</h1>
-<p>Conversations over several turns ran on a real vLLM engine. With prefix caching on, the engine computes only the new
-part of each prompt, and stagecache gives back the hidden rows of the rest. The same prompts then ran with prefix caching
-off, and the rows of both runs were compared.</p></header>
+<p>Conversations over several turns ran on a real vLLM engine. With prefix caching on, the engine computes only the
+new part of each prompt, and stagecache gives back the hidden rows of the rest. The same prompts then ran with prefix
+caching off, and the rows of both runs were compared.</p></header>
 <div class="verdict @STATE@"><i>@MARK@</i>@VERDICT@.</div>
 <div class="tiles">@TILES@</div>
 <div class="charts">@CHARTS@</div>
 <section><h2>Requests</h2><div class="scroll"><table>
-<thead><tr><th>request<th>topic<th>turn<th>kind<th class=n>prompt tokens<th class=n>hit tokens<th class="n bar">rows from the pool
-<th class=n>rows computed<th>against uncached<th>shifted by one</tr></thead>
+<thead><tr><th>request<th>topic<th>turn<th>kind<th class=n>prompt tokens<th class=n>hit tokens
+<th class="n bar">rows from the pool<th class=n>rows computed<th>against uncached<th>shifted by one</tr></thead>
 <tbody>@ROWS@</tbody></table></div></section>
 <section><h2>How it ran</h2><dl>@FACTS@</dl></section>
 </main>

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +15,12 @@ from rich.table import Table
 
 from stagecache.demo.checkpoint import ModelShape, write_checkpoint
 from stagecache.demo.compare import RequestResult, Standard, compare
-from stagecache.demo.engine import EngineSettings, Recording, quiet_engine_environment, record, stderr_to
+from stagecache.demo.engine import EngineSettings, Recording, record
 from stagecache.demo.report import DemoOutcome, prompt_tokens, render, rows_from_cache
 from stagecache.demo.workload import DemoRequest, build_requests, read_text, train_tokenizer, write_tokenizer
 from stagecache.errors import StageCacheError
 from stagecache.local_daemon import LocalDaemon
+from stagecache.local_engine import environment, file_tail, quiet_engine_environment, stderr_to
 
 _LISTED_REQUESTS = 48
 _KV_TOKENS = 16384
@@ -61,12 +60,12 @@ def run_demo(options: DemoOptions, console: Console) -> DemoOutcome:
     started = time.perf_counter()
     work = Path(tempfile.mkdtemp(prefix="stagecache-demo-"))
     try:
-        with _environment(quiet_engine_environment() | {"STAGECACHE_REQUIRED": "1"}):
+        with environment(quiet_engine_environment() | {"STAGECACHE_REQUIRED": "1"}):
             outcome = _run_in(work, options, console, started)
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, StageCacheError | ValueError | KeyboardInterrupt):
             raise
-        raise DemoFailedError(f"{type(error).__name__}: {error}\n{_tail(work / 'engine.log')}") from error
+        raise DemoFailedError(f"{type(error).__name__}: {error}\n{file_tail(work / 'engine.log')}") from error
     finally:
         if options.keep:
             console.print(f"Kept in [bold]{work}[/]: checkpoint, stagecached.log, engine.log", highlight=False)
@@ -92,7 +91,7 @@ def _run_in(work: Path, options: DemoOptions, console: Console, started: float) 
         write_checkpoint(checkpoint, shape)
         write_tokenizer(tokenizer, checkpoint)
         progress.advance(setup)
-        with LocalDaemon(work) as daemon, _environment({"STAGECACHE_SOCKET": str(daemon.socket)}):
+        with LocalDaemon(work) as daemon, environment({"STAGECACHE_SOCKET": str(daemon.socket)}):
             progress.advance(setup)
             cached = _record(progress, "with prefix caching and stagecache", settings, waves, total, caching=True)
             uncached = _record(progress, "without prefix caching", settings, waves, total, caching=False)
@@ -120,14 +119,13 @@ def _record(
     caching: bool,
 ) -> Recording:
     task = progress.add_task(f"{name}: engine starts", total=None)
-    recording = record(
+    return record(
         settings,
         waves,
         prefix_caching=caching,
         on_start=lambda: progress.update(task, description=name, total=total, completed=0),
         on_prompt=lambda: progress.advance(task),
     )
-    return recording
 
 
 def _progress(console: Console) -> Progress:
@@ -145,28 +143,6 @@ def _progress(console: Console) -> Progress:
 def _kv_bytes(shape: ModelShape, dtype: str) -> int:
     """Bytes of KV cache a token."""
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * _DTYPE_BYTES[dtype]
-
-
-def _tail(path: Path, lines: int = 20) -> str:
-    try:
-        return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
-    except OSError:
-        return ""
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for a while."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def result_table(outcome: DemoOutcome) -> Table:
@@ -188,7 +164,7 @@ def result_table(outcome: DemoOutcome) -> Table:
     table.add_column("equal", footer=f"[{colour}]{right} of {len(results)}[/]\n{noticed}")
     if listed:
         for result in results:
-            table.add_row(*_request_cells(result), end_section=False)
+            table.add_row(*_request_cells(result))
     else:
         for turn, some in outcome.turns():
             table.add_row(*_turn_cells(turn, some))

@@ -80,8 +80,8 @@ class PromptAssembler:
 
     def __init__(
         self,
-        on_prompt: Callable[[PromptRows], None],
-        on_error: Callable[[str, StageCacheError], None] | None = None,
+        on_prompt: Callable[[PromptRows], object],
+        on_error: Callable[[str, StageCacheError], object] | None = None,
     ) -> None:
         self._on_prompt = on_prompt
         self._on_error = on_error

@@ -52,7 +52,8 @@ class SafetensorsSink:
     def path(self, req_id: str, suffix: str) -> Path:
         return self.directory / (quote(external_id(req_id), safe=" ") + suffix)
 
-    def write(self, prompt: PromptRows) -> None:
+    def write(self, prompt: PromptRows) -> bool:
+        """Write a prompt's file; False, and a line in the log, where the file system refuses."""
         path = self.path(prompt.req_id, ".safetensors")
         metadata = {
             "request_id": external_id(prompt.req_id),
@@ -64,8 +65,9 @@ class SafetensorsSink:
             write_hidden_states(path, prompt.hidden, metadata)
         except OSError as error:
             logger.error("stagecache: cannot write %s: %s", path, error)
-            return
+            return False
         self.path(prompt.req_id, ".error.json").unlink(missing_ok=True)
+        return True
 
     def write_error(self, req_id: str, error: StageCacheError) -> None:
         logger.error("stagecache: no hidden states for request %s: %s", external_id(req_id), error)

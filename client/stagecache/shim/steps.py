@@ -1,12 +1,14 @@
 """What a consumer of rows sees of an engine step, and how it asks to see it.
 
-    from stagecache.shim.vllm import on_step
+from stagecache.shim.vllm import on_step
 
-    def consume(rows: StepRows) -> None:
-        for req_id in rows.req_ids:
-            print(req_id, rows.first_position(req_id), rows.hidden[req_id].shape)
 
-    unsubscribe = on_step(consume)
+def consume(rows: StepRows) -> None:
+    for req_id in rows.req_ids:
+        print(req_id, rows.first_position(req_id), rows.hidden[req_id].shape)
+
+
+unsubscribe = on_step(consume)
 
 A consumer runs on the engine's thread, after the forward pass and before sampling; it must not keep the engine waiting.
 The tensors it gets never change afterwards, so it may keep them. What a consumer raises goes through to the engine.

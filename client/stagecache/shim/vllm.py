@@ -159,9 +159,7 @@ class RunnerShim:
         self, cache: StageCache, hidden: torch.Tensor, tokens: int, req_ids: tuple[str, ...]
     ) -> Mapping[str, torch.Tensor] | None:
         """Save the step's rows ([tokens or more, hidden_size]); merged rows by request where somebody consumes them."""
-        step_id = cache.save_outputs(
-            hidden, None, num_tokens_unpadded=tokens, num_tokens_padded=int(hidden.shape[0])
-        )
+        step_id = cache.save_outputs(hidden, None, num_tokens_unpadded=tokens, num_tokens_padded=int(hidden.shape[0]))
         if not self.consumers:
             cache.discard_step(step_id)
             return None
@@ -261,12 +259,13 @@ def attach_runner(runner: Any, kv_cache_config: Any) -> None:
 
 def _attach(runner: Any, config: Any, kv_cache_config: Any, block_size: int) -> tuple[StageCache | None, str]:
     """The attached cache, or None and why not."""
-    from stagecache import HIDDEN_KEY, Geometry, KeySpec, StageCache
+    from stagecache import HIDDEN_KEY, Geometry, KeySchema, StageCache
 
     socket = os.environ["STAGECACHE_SOCKET"]
     stage = os.environ.get("STAGECACHE_STAGE", "stage0")
     model = config.model_config
-    hidden = KeySpec(HIDDEN_KEY, dtype=str(model.dtype).removeprefix("torch."), row_shape=(model.get_hidden_size(),))
+    dtype = str(model.dtype).removeprefix("torch.")
+    hidden = KeySchema(HIDDEN_KEY, dtype, (int(model.get_hidden_size()),))
     try:
         cache = StageCache.attach(
             socket=socket,
@@ -279,6 +278,7 @@ def _attach(runner: Any, config: Any, kv_cache_config: Any, block_size: int) -> 
             ),
             view=RunnerBatch(runner, block_size),
             keys=[hidden],
+            rank=_tp_rank(),
         )
     except AttachError as error:
         if os.environ.get("STAGECACHE_REQUIRED") == "1":
@@ -291,7 +291,8 @@ def _attach(runner: Any, config: Any, kv_cache_config: Any, block_size: int) -> 
             error,
         )
         return None, f"the worker could not attach at {socket} ({error})"
-    logger.info("stagecache: stage %s attached at %s, %d blocks of %d", stage, socket, kv_cache_config.num_blocks, block_size)
+    blocks = int(kv_cache_config.num_blocks)
+    logger.info("stagecache: stage %s attached at %s, %d blocks of %d tokens", stage, socket, blocks, block_size)
     return cache, ""
 
 

@@ -10,7 +10,9 @@ itself are used as they are (stagecached.index.namespace says which).
 Here every multimodal item that reaches into a block is in its keys. vLLM 0.30.0 leaves some out, so that blocks of
 different images get one hash: of several items that lie in the prompt's last, unfilled block, all but the last (the
 block is hashed when decoding fills it); of items that overlap, those behind the first that does not end in the block.
-Only in these two cases do the hashes differ from vLLM's, and then a lookup by token ids misses.
+Only in these two cases do the hashes differ from vLLM's, and then a lookup by token ids misses. A third ambiguity
+cannot be told apart in vLLM's own form, and so is here too: extra keys carry no labels, and a salt that spells the name
+of a LoRA gives the first block (only) that LoRA's hash. Choose salts that cannot be adapter names.
 """
 
 from __future__ import annotations

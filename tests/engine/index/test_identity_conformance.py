@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-pytest.importorskip("vllm")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+pytest.importorskip("vllm")
 
 import cbor2
 import numpy as np
@@ -162,6 +162,14 @@ def test_different_images_never_share_a_hash_though_vllm_lets_them(
     assert cat.our_hashes()[1] != dog.our_hashes()[1]
 
 
+def test_vllm_does_not_tell_a_salt_from_a_lora_of_the_same_name_in_the_first_block() -> None:
+    """Byte equality brings this along (see identity.py)."""
+    prompt = list(range(16))
+    salted, adapted = Content(prompt, [], [], salt="name"), Content(prompt, [], [], lora="name")
+    assert salted.peer_hashes()[0] == adapted.peer_hashes()[0] == salted.our_hashes()[0] == adapted.our_hashes()[0]
+    assert salted.peer_hashes()[1] != adapted.peer_hashes()[1]
+
+
 VALUES = st.recursive(
     st.one_of(
         st.integers(-(2**64), 2**64 - 1), st.binary(max_size=300), st.text(max_size=300), st.none(), st.booleans()
@@ -180,5 +188,7 @@ def test_the_encoding_is_canonical_cbor_as_cbor2_writes_it(value: cbor.Value) ->
 @given(token_ids=st.lists(st.integers(-10, 2**33) | TOKENS, max_size=70), block_size=st.integers(1, 40))
 def test_token_blocks_are_encoded_as_cbor2_does(token_ids: list[int], block_size: int) -> None:
     blocks = [token_ids[i : i + block_size] for i in range(0, len(token_ids) - block_size + 1, block_size)]
-    heads = [cbor.encode_array_head(block_size) + encoded for encoded in cbor.encode_token_blocks(token_ids, block_size)]
+    heads = [
+        cbor.encode_array_head(block_size) + encoded for encoded in cbor.encode_token_blocks(token_ids, block_size)
+    ]
     assert heads == [cbor2.dumps(block, canonical=True) for block in blocks]

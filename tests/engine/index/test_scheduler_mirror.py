@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+pytest.importorskip("vllm")
 
 import torch
 from vllm import SamplingParams
@@ -179,9 +179,7 @@ def _request(number: int, token_ids: list[int]) -> Request:
 def _outputs(scheduler: Scheduler, scheduled: SchedulerOutput, rng: random.Random) -> ModelRunnerOutput:
     ids = list(scheduled.num_scheduled_tokens)
     tokens = [[] if scheduler.requests[i].is_prefill_chunk else [3 + rng.randrange(2)] for i in ids]
-    return ModelRunnerOutput(
-        req_ids=ids, req_id_to_index={r: i for i, r in enumerate(ids)}, sampled_token_ids=tokens
-    )
+    return ModelRunnerOutput(req_ids=ids, req_id_to_index={r: i for i, r in enumerate(ids)}, sampled_token_ids=tokens)
 
 
 def run_load(model_config: ModelConfig, seed: int, asynchronous: bool) -> Counter[str]:

@@ -1,0 +1,160 @@
+"""The daemon as a whole: what starts before what, and what stops before what.
+
+    claim the run directory      both locks; a second daemon is refused here
+    adopt and sweep              sessions whose workers live go on at once
+    peer socket, gRPC, health    only now does anybody get an answer
+
+A stop goes the other way round: SIGTERM and SIGINT drain and end every session, SIGUSR1 keeps them for the next
+daemon on this socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import time
+from typing import Any, Final
+
+import grpc
+import structlog
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from stagecache_wire.v1 import stagecache_pb2 as pb
+from stagecache_wire.v1 import stagecache_pb2_grpc as pb_grpc
+from stagecached.adoption import take_over
+from stagecached.auth import SERVICE, Tokens
+from stagecached.budget import Budget, mib
+from stagecached.config import Settings
+from stagecached.consumer import Consumer
+from stagecached.interceptor import Guard
+from stagecached.keymemory import KeyMemory
+from stagecached.manifest import ManifestStore
+from stagecached.ownership import RunDirectory
+from stagecached.peer import PeerServer
+from stagecached.service import StageCacheService
+from stagecached.sessions import ConsumerFactory, SessionManager
+from stagecached.stats import package_version, resident_bytes
+from stagecached.watch import WatchHub
+
+MAX_MESSAGE_BYTES: Final = 16 << 20
+MAX_CALLS: Final = 1024
+"""Calls at once, open streams included."""
+CALLS_GRACE_S: Final = 1.0
+
+log = structlog.get_logger()
+
+
+class Daemon:
+    """Composes one daemon. Made and run on its event loop, once."""
+
+    def __init__(self, settings: Settings, directory: RunDirectory, make_consumer: ConsumerFactory = Consumer) -> None:
+        paths = directory.paths
+        self._settings = settings
+        self._directory = directory
+        self._boot_id = secrets.randbits(63) | 1
+        self._manifests = ManifestStore(paths.sessions)
+        self._manager = SessionManager(
+            directory.node,
+            self._boot_id,
+            budget=Budget(settings.memory_budget),
+            manifests=self._manifests,
+            memory=KeyMemory(paths.directory / "keys.json"),
+            hub=WatchHub(self._boot_id),
+            access=settings.access,
+            max_sessions=settings.max_sessions,
+            merge_threads=settings.merge_threads,
+            make_consumer=make_consumer,
+        )
+        tokens = Tokens.at(paths.secret)
+        self._peer = PeerServer(paths.peer_socket, settings.access, tokens, self._manager, self._boot_id)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._server = self._make_server(tokens)
+        self._stop: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> None:
+        """Serve until a signal says stop; all own shared memory is given back or kept, as the signal says."""
+        started = time.monotonic()
+        loop = asyncio.get_running_loop()
+        for number, keep in ((signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGUSR1, True)):
+            loop.add_signal_handler(number, self._ask_stop, number, keep)
+        self._directory.remove_stale_socket()
+        found = await take_over(self._manager, self._manifests)
+        polling = loop.create_task(self._manager.liveness.poll())
+        await self._serve()
+        log.info(
+            "ready",
+            socket=str(self._settings.paths.socket),
+            pid=os.getpid(),
+            version=package_version(),
+            budget_mib=mib(self._settings.memory_budget),
+            adopted=found.adopted,
+            lost=found.lost,
+            swept_files=found.removed_files,
+            took_s=round(time.monotonic() - started, 3),
+            resident_mib=mib(resident_bytes()),
+        )
+        keep = await self._stop
+        polling.cancel()
+        await self._shut_down(keep=keep)
+
+    async def _serve(self) -> None:
+        socket = self._settings.paths.socket
+        await self._peer.start()
+        self._server.add_insecure_port(f"unix:{socket}")
+        self._settings.access.open_file(socket)
+        await self._server.start()
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    async def _shut_down(self, *, keep: bool) -> None:
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._peer.stop()
+        await self._manager.stop(keep=keep, drain_s=self._settings.drain_timeout_s)
+        await self._server.stop(CALLS_GRACE_S)
+        self._settings.paths.socket.unlink(missing_ok=True)
+        self._directory.release(keep_sessions=keep)
+        log.info("stopped", sessions_kept=keep)
+
+    def _ask_stop(self, number: signal.Signals, keep: bool) -> None:
+        log.info("stopping", signal=number.name, keep_sessions=keep)
+        if not self._stop.done():
+            self._stop.set_result(keep)
+
+    async def _set_health(self, status: Any) -> None:
+        for service in ("", SERVICE):
+            await self._health.set(service, status)
+
+    def _make_server(self, tokens: Tokens) -> grpc.aio.Server:
+        """No keepalive: a stopped worker is not a dead one."""
+        server = grpc.aio.server(
+            interceptors=[Guard(tokens)],
+            options=[
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.so_reuseport", 0),
+            ],
+            maximum_concurrent_rpcs=MAX_CALLS,
+        )
+        pb_grpc.add_StageCacheServicer_to_server(StageCacheService(self._manager), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (pb.DESCRIPTOR.services_by_name["StageCache"].full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        return server
+
+
+def run(settings: Settings, make_consumer: ConsumerFactory = Consumer) -> None:
+    """Run a daemon until it is told to stop.
+
+    Raises:
+        StartError: it cannot start here.
+    """
+    os.umask(0o077)
+    directory = RunDirectory.claim(settings.paths, settings.access)
+
+    async def main() -> None:
+        await Daemon(settings, directory, make_consumer).run()
+
+    uvloop.run(main())

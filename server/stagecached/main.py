@@ -1,0 +1,42 @@
+"""Command line of the daemon: ``stagecached --socket PATH``.
+
+Exit status: 0 after a stop that was asked for, 2 for settings that cannot be used, 3 where it cannot start here, 1 for
+anything else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+EXIT_BAD_SETTINGS = 2
+EXIT_CANNOT_START = 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a daemon until it is told to stop; returns the exit status."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    from stagecached.config import ConfigError, load
+
+    try:
+        settings = load(argv)
+    except ConfigError as error:
+        print(f"stagecached: {error}", file=sys.stderr)
+        return EXIT_BAD_SETTINGS
+    from stagecached import logs
+
+    logs.configure(settings.log_format, settings.log_level)
+    from stagecached.daemon import run
+    from stagecached.ownership import StartError
+
+    try:
+        run(settings)
+    except StartError as error:
+        print(f"stagecached: {error}", file=sys.stderr)
+        return EXIT_CANNOT_START
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
