@@ -19,6 +19,7 @@ never held over a copy or a wait. Files beside this one hold one table each.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -43,7 +44,7 @@ from stagecache.outputs import StageCacheOutputs
 from stagecache.pages import FlushPages, PageUse, StepPages
 from stagecache.planner import StepPlan, StepPlanner
 from stagecache.policy import ModelCachePolicy
-from stagecache.requests import RequestTable
+from stagecache.requests import NO_END, RequestTable
 from stagecache.session import Session
 from stagecache.slots import Runs, count_slots
 from stagecache.step import BatchView
@@ -328,7 +329,7 @@ class StageCache:
             leftover,
             {hit.req_id: hit for hit in plan.hits},
             [error for _, error in split.failed],
-            self._keys.policy.needs_full_hidden_states and (hidden is not None or bool(plan.hits)),
+            self._keys.policy.needs_full_hidden_states and (hidden is not None or (n == 0 and bool(plan.hits))),
             self._split_lists,
             dict(self._keys.open),
         )
@@ -371,7 +372,8 @@ class StageCache:
             planned = self._hits.plan(plan.hits, self._keys.hit_keys())
         fresh = {id(gather) for _, gather in planned}
         for hit in self._touched(plan, batch):
-            planned += [(hit, gather) for gather in hit.gathers.values() if id(gather) not in fresh]
+            again = (gather for name, gather in hit.gathers.items() if name in self._keys.open)
+            planned += [(hit, gather) for gather in again if id(gather) not in fresh]
         if not planned:
             return
         if self._deferred.open:
@@ -399,7 +401,7 @@ class StageCache:
         Raises:
             StagingTimeoutError: the house stayed full.
         """
-        if self.session.away or self.session.ended:
+        if self.session.away or self.session.has_ended():
             return None
         claimed = self._pages.try_claim(step_id)
         if claimed is not None:
@@ -417,18 +419,16 @@ class StageCache:
         except DaemonLostError:
             return None
         except StageCacheError:
-            if self.session.ended:
+            if self.session.has_ended():
                 return None
             raise self._pages.timeout_error(self._claim_timeout_s) from None
         return found[0]
 
     def _close_key(self, key: StagedKey) -> None:
-        try:
-            self.session.append(
-                Record(0, Kind.CLOSE_KEY, keys=np.array([key.key_id | int(KeyMode.ROWS) << MODE_SHIFT], np.uint32))
-            )
-        except StageCacheError:
-            pass  # Away: the daemon still holds a pool that nothing will name again.
+        keys = np.array([key.key_id | int(KeyMode.ROWS) << MODE_SHIFT], np.uint32)
+        # Away, the daemon keeps a pool that nothing will name again.
+        with contextlib.suppress(StageCacheError):
+            self.session.append(Record(0, Kind.CLOSE_KEY, keys=keys))
 
     # --------------------------------------------------------------- deferred
 
@@ -528,26 +528,25 @@ class StageCache:
     def _bounds(self, row: int) -> tuple[int, int]:
         period = self._requests.period_of(row)
         if len(period.chain) == 1:
-            return 0, 1 << 60
+            return 0, NO_END
         return self._requests.low(period), self._requests.high(period)
 
     def _delivered(self, step: SavedStep, wanted: list[str], clipped: dict[str, tuple[int, int]] | None) -> None:
         batch = step.batch
-        if clipped is None and wanted == batch.req_ids:
+        if clipped is None and batch.counts is None and wanted == batch.req_ids:
             self._requests.handed_out_all(batch.rows, batch.ends)
             return
+        of = windows(step, wanted, lambda _: (0, NO_END)) if clipped is None else clipped
         index_of = {req_id: index for index, req_id in enumerate(batch.req_ids)}
-        for req_id in wanted:
-            index = index_of[req_id]
-            begin, end = clipped[req_id] if clipped else (int(batch.first[index]), int(batch.ends[index]))
+        for req_id, (begin, end) in of.items():
             if end > begin:
-                self._requests.handed_out(int(batch.rows[index]), begin, end)
+                self._requests.handed_out(int(batch.rows[index_of[req_id]]), begin, end)
 
-    def _read_hit(self, hit: Hit, name: str, begin: int) -> torch.Tensor:
+    def _read_hit(self, hit: Hit, name: str, needed: tuple[int, int]) -> torch.Tensor:
         gather = hit.gathers.get(name)
         if gather is None:
             raise DaemonLostError(f"request {hit.req_id}: key {name} has no rows of its hit at the daemon")
-        return self._hits.read(hit, gather, begin, self._merge_timeout_s)
+        return self._hits.read(hit, gather, needed, self._merge_timeout_s)
 
     def _hand_out(self, hit: Hit, name: str, rows: torch.Tensor) -> torch.Tensor:
         gather = hit.gathers[name]

@@ -17,7 +17,7 @@ from stagecache.device import CpuDevice
 from stagecache.errors import StageCacheError
 from stagecache.mapping import StagedKey
 from stagecache.writes import Write, WriteState
-from stagecache_wire.records import KeyMode, Kind, MODE_SHIFT, Record
+from stagecache_wire.records import MODE_SHIFT, KeyMode, Kind, Record
 
 
 @dataclass(slots=True)
@@ -35,13 +35,14 @@ class StepClone:
 
     @property
     def nbytes(self) -> int:
-        return self.rows.numel() * self.rows.element_size()
+        return int(self.rows.nbytes)
 
 
 @dataclass(slots=True)
 class OpenWrite:
     """What a request still has open: (clone, first row, end row), oldest first. A flush closes it; the next save
-    opens another with write_n + 1."""
+    opens another with write_n + 1.
+    """
 
     write_n: int
     pieces: list[tuple[StepClone, int, int]] = field(default_factory=list)
@@ -59,7 +60,8 @@ class DeferredRows:
         logged: Callable[[StagedKey, int, int], None],
     ) -> None:
         """budget_bytes: device bytes that clones may take. claim_page(key), append(record) and logged(key, page,
-        sequence) are the log's side of a flush; the first two raise StageCacheError where they cannot."""
+        sequence) are the log's side of a flush; the first two raise StageCacheError where they cannot.
+        """
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self.open: dict[str, OpenWrite] = {}
@@ -134,7 +136,8 @@ class DeferredRows:
         capacity = key.geometry.staging_capacity_tokens
         at = 0
         while at < len(pieces):
-            batch, rows = [], 0
+            batch: list[tuple[StepClone, int, int, Write]] = []
+            rows = 0
             while at < len(pieces) and (not batch or rows + pieces[at][2] - pieces[at][1] <= capacity):
                 batch.append(pieces[at])
                 rows += pieces[at][2] - pieces[at][1]
@@ -173,7 +176,7 @@ class DeferredRows:
             note.advance(WriteState.FAILED, cause=str(error))
         record.kind = Kind.FAIL
         report = StageCacheError(
-            f"{batch[0][3].what} and {len(batch) - 1} more were not written: {error}. Their rows are unknown from now on.",
+            f"{batch[0][3].what} and {len(batch) - 1} more were not written: {error}. Their rows are unknown now.",
             remedy="Later hits on them fail until the engine's prefix cache is reset.",
         )
         report.__cause__ = error

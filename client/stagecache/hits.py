@@ -21,26 +21,14 @@ from stagecache.mapping import StagedKey
 from stagecache.policy import HIDDEN_KEY
 from stagecache.session import Session
 from stagecache.slots import Runs, span_runs
-from stagecache_wire import layout
 from stagecache_wire.records import GATHER_DTYPE, Kind, Record
+from stagecache_wire.results import Result
 
 BOUNCE_RESULT = 0
 """Entry of the result table that pieces through the bounce use."""
 
 _MAX_GATHERS = 512
 _MAX_RUNS = 1 << 16
-
-
-@dataclass(slots=True)
-class Found:
-    """What the daemon found of a span: see ``stagecached.keystore.Gathered``."""
-
-    unknown: int = 0
-    absent: int = 0
-    pending: int = 0
-    unknown_end: int = 0
-    absent_end: int = 0
-    first_missing: int = 0
 
 
 @dataclass(slots=True)
@@ -56,7 +44,7 @@ class Gather:
     result: int = -1
     sequence: int = 0
     pieces: torch.Tensor | None = None
-    found: Found | None = None
+    found: Result | None = None
     error: StageCacheError | None = None
 
 
@@ -184,7 +172,7 @@ class HitReader:
             )
         pieces = torch.empty((hit.rows + hit.tail) * row_bytes, dtype=torch.uint8)
         raw = pieces.numpy()
-        total = Found(first_missing=hit.rows)
+        parts: list[Result] = []
         for start in range(0, hit.rows, step):
             rows = min(step, hit.rows - start)
             runs = span_runs(hit.blocks, hit.low + start, hit.low + start + rows, self._block_size)
@@ -193,23 +181,15 @@ class HitReader:
             sequence = self._session.append(self._record([(part, piece)]))
             self._session.wait_consumed(sequence, timeout_s, f"the hit of request {hit.req_id}")
             found = self._result(BOUNCE_RESULT, sequence)
+            parts.append(found)
             raw[start * row_bytes : (start + rows) * row_bytes] = self._arena.data[
                 bounce.offset : bounce.offset + rows * row_bytes
             ]
-            total.unknown += found.unknown
-            total.absent += found.absent
-            total.pending += found.pending
-            if found.unknown_end:
-                total.unknown_end = start + found.unknown_end
-            if found.absent_end:
-                total.absent_end = start + found.absent_end
-            if found.first_missing < rows:
-                total.first_missing = min(total.first_missing, start + found.first_missing)
-        gather.pieces, gather.found = pieces, total
+        gather.pieces, gather.found = pieces, _joined(parts)
 
-    def read(self, hit: Hit, gather: Gather, begin: int, timeout_s: float) -> torch.Tensor:
-        """uint8 [(rows + tail) * row_bytes]: the extent (or the pieces) of a gather whose rows are all readable from
-        position ``begin`` on. Waits for the record; holds no lock.
+    def read(self, hit: Hit, gather: Gather, needed: tuple[int, int], timeout_s: float) -> torch.Tensor:
+        """uint8 [(rows + tail) * row_bytes]: the extent (or the pieces) of a gather. Positions [begin, end) of
+        ``needed`` are all readable. Waits for the record; holds no lock.
 
         Raises:
             UnreadableHitError: a needed row is UNKNOWN, or ABSENT for hidden states (H4).
@@ -221,7 +201,7 @@ class HitReader:
             self._session.wait_consumed(gather.sequence, timeout_s, f"the hit of request {hit.req_id}")
             gather.found = self._result(gather.result, gather.sequence)
         assert gather.found is not None
-        self._check(hit, gather, gather.found, begin)
+        self._check(hit, gather, gather.found, needed)
         if gather.pieces is not None:
             return gather.pieces
         assert gather.extent is not None
@@ -239,34 +219,57 @@ class HitReader:
                 self._arena.free(gather.extent)
                 gather.extent = None
 
-    def _result(self, index: int, sequence: int) -> Found:
-        words = self._session.control.result(index)
-        if words[layout.R_SEQUENCE] != sequence:
+    def _result(self, index: int, sequence: int) -> Result:
+        found = self._session.control.result(index)
+        if found.sequence != sequence:
             raise StageCacheError(
-                f"result {index} is of record {words[layout.R_SEQUENCE]}, expected {sequence}: no rows are given."
+                f"result {index} is of record {found.sequence}, expected {sequence}: no rows are given"
             )
-        low = (1 << 32) - 1
-        unknown, absent = words[layout.R_UNKNOWN], words[layout.R_ABSENT]
-        return Found(
-            unknown & low, absent & low, words[layout.R_PENDING], unknown >> 32, absent >> 32,
-            words[layout.R_FIRST_MISSING],
-        )  # fmt: skip
+        return found
 
-    def _check(self, hit: Hit, gather: Gather, found: Found, begin: int) -> None:
-        hidden = gather.key.schema.name == HIDDEN_KEY
-        needed = max(begin - hit.low, 0)
-        end = max(found.unknown_end, found.absent_end if hidden else 0)
-        if end <= needed:
+    def _check(self, hit: Hit, gather: Gather, found: Result, needed: tuple[int, int]) -> None:
+        name = gather.key.schema.name
+        begin, end = max(needed[0] - hit.low, 0), min(needed[1] - hit.low, hit.rows)
+        bad = [(found.unknown_first, found.unknown_end)]
+        if name == HIDDEN_KEY:
+            bad.append((found.absent_first, found.absent_end))
+        # Between first and last of a kind there may be good rows: a part inside them counts as bad, never the reverse.
+        bad = [(max(first, begin), min(last, end)) for first, last in bad if first < end and last > begin]
+        if begin >= end or not bad:
             return
         size = self._block_size
-        positions = sorted({hit.low + max(found.first_missing, needed), hit.low + end - 1})
-        slots = [hit.blocks[position // size] * size + position % size for position in positions]
+        first, last = hit.low + min(low for low, _ in bad), hit.low + max(high for _, high in bad) - 1
+        slots = [hit.blocks[position // size] * size + position % size for position in sorted({first, last})]
         raise UnreadableHitError(
-            f"request {hit.req_id} hit positions {hit.low} to {hit.high - 1}, but rows of key {gather.key.schema.name} "
-            f"are not there: {found.unknown} unknown, {found.pending} pending, {found.absent} absent; slots {slots[0]} "
-            f"to {slots[-1]}. Rows are never guessed.",
+            f"request {hit.req_id} hit positions {hit.low} to {hit.high - 1}, but rows of key {name} are not there: "
+            f"{found.unknown} unknown, {found.pending} pending, {found.absent} absent, between positions {first} and "
+            f"{last} (slots {slots[0]} to {slots[-1]}). Rows are never guessed.",
             req_id=hit.req_id,
-            key=gather.key.schema.name,
+            key=name,
             slots=slots,
             remedy="Reset the stage (`stagecache reset`), so that the engine forgets the hashes of these blocks.",
         )
+
+
+def _joined(parts: list[Result]) -> Result:
+    """What pieces of one span, in order, say of the whole."""
+    at, unknown, absent = 0, [], []
+    for part in parts:
+        if part.unknown_end:
+            unknown += [at + part.unknown_first, at + part.unknown_end]
+        if part.absent_end:
+            absent += [at + part.absent_first, at + part.absent_end]
+        at += part.rows
+    return Result(
+        parts[-1].sequence,
+        parts[-1].key_id,
+        0,
+        at,
+        sum(part.unknown for part in parts),
+        sum(part.absent for part in parts),
+        sum(part.pending for part in parts),
+        min(unknown, default=at),
+        max(unknown, default=0),
+        min(absent, default=at),
+        max(absent, default=0),
+    )

@@ -11,6 +11,7 @@ from stagecache.errors import AbiMismatchError
 from stagecache_wire import layout, shm
 from stagecache_wire.geometry import Geometry, KeySchema, page_stride
 from stagecache_wire.layout import ControlLayout
+from stagecache_wire.results import Result
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -22,7 +23,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "bfloat16" for torch.bfloat16."""
+    """Name of a dtype without torch's prefix: bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -35,9 +36,9 @@ class StagedKey:
 
     key_id: int
     schema: KeySchema
-    segment: shm.Segment
-    geometry: Geometry
-    pages: list[torch.Tensor] = field(init=False)
+    segment: shm.Segment = field(repr=False)
+    geometry: Geometry = field(repr=False)
+    pages: list[torch.Tensor] = field(init=False, repr=False)
     dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,7 +107,7 @@ class ControlWords:
     def epoch(self) -> int:
         return self.words[layout.D_EPOCH]
 
-    def result(self, index: int) -> list[int]:
-        """The eight words of a result entry (layout.R_*)."""
+    def result(self, index: int) -> Result:
+        """An entry of the result table."""
         at = self.layout.result_word(index)
-        return self.words[at : at + layout.RESULT_WORDS].tolist()
+        return Result.of(self.words[at : at + layout.RESULT_WORDS].tolist())

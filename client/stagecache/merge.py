@@ -45,8 +45,8 @@ class SavedStep:
 Window = tuple[int, int]
 """Positions [begin, end) of one request that a step hands out."""
 
-ReadHit = Callable[[Hit, str, int], torch.Tensor]
-"""(hit, key name, first needed position) -> uint8 rows of hit and tail, the tail not filled in."""
+ReadHit = Callable[[Hit, str, Window], torch.Tensor]
+"""(hit, key name, needed positions) -> uint8 rows of hit and tail, the tail not filled in."""
 
 
 def windows(step: SavedStep, req_ids: Iterable[str], low_high: Callable[[int], Window]) -> dict[str, Window]:
@@ -150,7 +150,9 @@ def _merge_hit(
     hand_out: Callable[[Hit, str, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     begin, stop = window_of[hit.req_id] if window_of is not None else (hit.low, hit.high + len(tail))
-    raw = read_hit(hit, name, begin)
+    if begin >= stop:
+        return tail[:0].clone()
+    raw = read_hit(hit, name, (begin, stop))
     rows = raw.view(tail.dtype).view(hit.rows + hit.tail, *tail.shape[1:])
     copy_rows(rows[hit.rows : hit.rows + len(tail)], tail)
     return hand_out(hit, name, rows)[begin - hit.low : stop - hit.low]

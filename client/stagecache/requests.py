@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Positions: TypeAlias = NDArray[np.int64]
-_NEVER = 1 << 60
+NO_END = 1 << 60
+"""A position beyond every sequence."""
 
 
 @dataclass(slots=True)
@@ -37,7 +38,7 @@ class Period:
     row: int
     cap: int | None
     chain: list[Period] = field(repr=False)
-    handed_from: int = _NEVER
+    handed_from: int = NO_END
 
 
 @dataclass(slots=True)
@@ -115,7 +116,7 @@ class RequestTable:
     def high(self, period: Period) -> int:
         """Where later periods began to be handed out."""
         later = period.chain[period.chain.index(period) + 1 :]
-        return min((other.handed_from for other in later), default=_NEVER)
+        return min((other.handed_from for other in later), default=NO_END)
 
     def period_of(self, row: int) -> Period:
         """The period that owns a row."""

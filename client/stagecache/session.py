@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-
 from stagecache.errors import (
     AttachError,
     CallDeadlineError,
@@ -27,7 +26,7 @@ from stagecache.rpc import Rpc, handshake
 from stagecache.watcher import Watcher
 from stagecache_wire import layout, shm
 from stagecache_wire.geometry import Geometry, KeySchema
-from stagecache_wire.locks import LifeLock, is_held
+from stagecache_wire.locks import LifeLock, LockHeldError, is_held
 from stagecache_wire.names import RunPaths
 from stagecache_wire.records import Record
 from stagecache_wire.v1 import stagecache_pb2 as pb
@@ -104,7 +103,10 @@ class Session:
         credentials = handshake(socket, "worker")
         if credentials.worker_lock is None:
             raise AttachError("the daemon named no lock for this worker")
-        lock = LifeLock(credentials.worker_lock)
+        try:
+            lock = LifeLock.wait(credentials.worker_lock, 1.0)
+        except LockHeldError as error:
+            raise AttachError(f"the lock of session {credentials.session_id} is taken: {error}") from error
         rpc = Rpc(credentials)
         try:
             answer = rpc.attach(
@@ -145,7 +147,19 @@ class Session:
         """
         if self.away:
             raise DaemonLostError(f"key {schema.name} cannot be opened: the daemon is away")
-        return self._staged(self.rpc.open_key(pb.OpenKeyRequest(key=schema_message(schema)), RPC_TIMEOUT_S))
+        request = pb.OpenKeyRequest(key=schema_message(schema))
+        gone_since: float | None = None
+        while True:
+            try:
+                return self._staged(self.rpc.open_key(request, RPC_TIMEOUT_S))
+            except DaemonLostError:
+                # It may be starting again; the call may be repeated. An outage is waited for once.
+                gone_since = gone_since or time.monotonic()
+                if time.monotonic() - gone_since >= self._daemon_grace_s:
+                    if not is_held(self._daemon_lock):
+                        self._go_away()
+                    raise
+                time.sleep(WAIT_SLICE_S)
 
     def _staged(self, answer: pb.OpenKeyResponse) -> StagedKey:
         key = answer.key
@@ -231,8 +245,7 @@ class Session:
 
     # ---------------------------------------------------------------- outages
 
-    @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the daemon ended the session: it was stopped, or a record was bad. It does not come back."""
         return self.control.status != layout.STATUS_LIVE
 
@@ -241,7 +254,7 @@ class Session:
             self.away = True
             self._seen = (self.control.boot_id, self.log.consumed)
             logger.warning(
-                "stagecache: the daemon at %s is gone; steps go on without the cache, prefix hits fail until it is back",
+                "stagecache: the daemon at %s is gone; steps go on without it, prefix hits fail until it is back",
                 self.rpc.credentials.socket,
             )
 

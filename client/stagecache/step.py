@@ -28,7 +28,8 @@ class NewRequest:
 @dataclass
 class CachedRequests:
     """Requests that go on. Parallel lists; ``new_block_ids`` extends a request's table, or replaces it for ids in
-    ``resumed_req_ids``."""
+    ``resumed_req_ids``.
+    """
 
     req_ids: list[str] = field(default_factory=list)
     resumed_req_ids: set[str] = field(default_factory=set)

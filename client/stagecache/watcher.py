@@ -49,7 +49,8 @@ class Watcher:
         while not self._stopped.is_set():
             try:
                 self._watch = self._rpc.watch()
-                self._rpc.calls -= 1  # The stream is opened once; steps are held to no call at all.
+                if self._stopped.is_set():  # stop() came before there was a stream to cancel.
+                    self._watch.cancel()
                 for event in self._watch:
                     attempt = 0
                     if event.kind == pb.WatchEvent.KIND_RESET:

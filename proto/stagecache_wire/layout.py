@@ -87,11 +87,9 @@ R_SEQUENCE = 0
 R_KEY = 1
 R_ARENA_OFFSET = 2
 R_ROWS = 3
-R_UNKNOWN = 4
-"""Count of UNKNOWN rows; from bit 32 the index after the last row that is UNKNOWN or PENDING."""
-R_ABSENT = 5
-"""Count of ABSENT rows; from bit 32 the index after the last one."""
-R_FIRST_MISSING = 6
+R_UNKNOWN_RANGE = 4
+R_ABSENT_RANGE = 5
+R_COUNTS = 6
 R_PENDING = 7
 
 

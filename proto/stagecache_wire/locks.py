@@ -1,16 +1,27 @@
 """Who lives: file locks that the kernel gives back when their holder dies.
 
-Each daemon and each worker holds a ``flock`` on a small file in /dev/shm for life. A lock that can be taken says that
-its owner is dead; nothing else does, no clock and no lost connection. The descriptor is close-on-exec and closed in
-forked children, which would otherwise keep the lock of a dead parent.
+Each daemon and each worker holds a lock on a small file for life. A lock that is free says that its owner is dead;
+nothing else does, no clock and no lost connection. The descriptor is close-on-exec and closed in forked children, which
+would otherwise keep the lock of a dead parent.
+
+The locks are Linux's open-file-description locks. They live and die like ``flock``'s, but whether one is held can be
+asked without taking it: a look by flock takes a shared lock for a moment, and a daemon that starts in that moment
+would believe that another one lives.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import struct
+import time
 import weakref
 from pathlib import Path
+from typing import Final
+
+_FLOCK: Final = struct.Struct("hhqqi4x")
+"""struct flock: type, whence, start, length, pid (0 for these locks)."""
+_WRITE_LOCK: Final = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
 
 _held: weakref.WeakSet[LifeLock] = weakref.WeakSet()
 
@@ -35,11 +46,11 @@ class LifeLock:
             flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
             fd = os.open(path, flags, mode)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _WRITE_LOCK)
+            except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: both mean that it is held
                 os.close(fd)
                 raise LockHeldError(f"{path.name} is locked by a live process") from None
-            # The file may have been unlinked between open and flock: then this lock guards nothing.
+            # The file may have been unlinked between open and lock: then this lock guards nothing.
             try:
                 if os.stat(path).st_ino == os.fstat(fd).st_ino:
                     break
@@ -50,6 +61,22 @@ class LifeLock:
             os.close(fd)
         self._fd = fd
         _held.add(self)
+
+    @classmethod
+    def wait(cls, path: Path, timeout_s: float, *, create: bool = True) -> LifeLock:
+        """Take the lock, which somebody may hold for a moment (a sweep that looks whether its owner lives).
+
+        Raises:
+            LockHeldError: still held after ``timeout_s`` seconds.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return cls(path, create=create)
+            except LockHeldError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.01)
 
     def release(self, *, unlink: bool = False) -> None:
         """Give the lock back; with ``unlink`` the file goes first, under the lock."""
@@ -73,12 +100,10 @@ def is_held(path: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _WRITE_LOCK)
     finally:
         os.close(fd)
-    return False
+    return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
 
 def _after_fork_in_child() -> None:

@@ -109,7 +109,8 @@ def expand_runs(runs: U32) -> NDArray[np.int64]:
     lengths = runs[:, 1].astype(np.int64)
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
+    slots: NDArray[np.int64] = np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
+    return slots
 
 
 def encode(record: Record) -> tuple[list[int], bytes]:

@@ -6,6 +6,7 @@ process that only attached to it exits.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -88,10 +89,8 @@ def open_segment(name: str) -> Segment:
 
 def unlink_segment(name: str) -> None:
     """Remove a segment's name; who has it mapped keeps it. No error where it is gone already."""
-    try:
+    with contextlib.suppress(posix_ipc.ExistentialError):
         posix_ipc.unlink_shared_memory(f"/{name}")
-    except posix_ipc.ExistentialError:
-        pass
 
 
 def create_semaphore(name: str, mode: int = 0o600) -> posix_ipc.Semaphore:
@@ -109,10 +108,8 @@ def open_semaphore(name: str) -> posix_ipc.Semaphore:
 
 def unlink_semaphore(name: str) -> None:
     """Remove a semaphore's name. No error where it is gone already."""
-    try:
+    with contextlib.suppress(posix_ipc.ExistentialError):
         posix_ipc.unlink_semaphore(f"/{name}")
-    except posix_ipc.ExistentialError:
-        pass
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

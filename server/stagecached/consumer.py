@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from stagecache_wire import layout, presence
 from stagecache_wire.fence import fence
 from stagecache_wire.records import BadRecordError, KeyMode, Kind, Record, decode, expand_runs
+from stagecache_wire.results import Result
 from stagecached import lookup as lookup_module
 from stagecached.keystore import KeyStore, Span
 from stagecached.segments import SessionSegments
@@ -88,18 +89,18 @@ class Consumer:
             finally:
                 self._waiters -= 1
 
-    def read_results(self, indices: Sequence[int]) -> list[list[int]]:
-        """The eight words of each result entry (layout.R_*).
+    def read_results(self, indices: Sequence[int]) -> list[Result]:
+        """Entries of the result table.
 
         Raises:
-            IndexError: an index outside the result table.
+            IndexError: an index outside the table.
         """
         results = []
         for index in indices:
             if not 0 <= index < self._segments.geometry.max_results:
                 raise IndexError(f"result {index} of {self._segments.geometry.max_results}")
             at = self._segments.layout.result_word(index)
-            results.append(self._words[at : at + layout.RESULT_WORDS].tolist())
+            results.append(Result.of(self._words[at : at + layout.RESULT_WORDS].tolist()))
         return results
 
     def lookup(
@@ -159,6 +160,8 @@ class Consumer:
         self._words[layout.D_CONSUMED] = sequence
         self._point("after_consumed")
         bell = self._segments.worker_doorbell
+        # Rung only when silent, so that its count stays small. A wake-up that is lost when the worker takes the bell
+        # at this very moment costs it one slice of its wait, never the record.
         if bell.value == 0:
             bell.release()
         self._point("after_doorbell")
@@ -266,17 +269,20 @@ class Consumer:
         found = key.gather(span, slot_words, epoch_sequence, out)
         self._point("after_gather")
         at = segments.layout.result_word(result)
-        entry = (
+        entry = Result(
             sequence,
             key.key_id,
             offset,
             span.rows,
-            found.unknown | found.unknown_end << 32,
-            found.absent | found.absent_end << 32,
-            found.first_missing,
+            found.unknown,
+            found.absent,
             found.pending,
+            found.unknown_first,
+            found.unknown_end,
+            found.absent_first,
+            found.absent_end,
         )
-        for index, value in enumerate(entry):
+        for index, value in enumerate(entry.words()):
             self._words[at + index] = value
             self._point("inside_result")
         self._count(layout.D_GATHERED_BYTES, size)

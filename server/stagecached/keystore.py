@@ -38,21 +38,20 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What a gather found.
-
-    unknown, absent, pending: counts of rows of that presence.
-    first_missing: index of the first row that is not PRESENT; ``rows`` if there is none.
-    unknown_end: index after the last row that is UNKNOWN or PENDING; 0 if there is none.
-    absent_end: the same for ABSENT. A reader that needs only a
-    tail of the span can tell whether the tail is whole.
-    """
+    """What a gather found; the fields are those of ``stagecache_wire.results.Result``."""
 
     unknown: int
     absent: int
     pending: int
-    first_missing: int
-    unknown_end: int = 0
-    absent_end: int = 0
+    unknown_first: int
+    unknown_end: int
+    absent_first: int
+    absent_end: int
+
+    @property
+    def first_missing(self) -> int:
+        """Index of the first row that is not PRESENT; the number of rows where there is none."""
+        return min(self.unknown_first, self.absent_first)
 
 
 class KeyStore:
@@ -117,8 +116,8 @@ class KeyStore:
         claims: u64 [n], sequence of the claiming record; slot_words: the session's words, u64 [num_slots].
         """
         same_claim = self.claims[slots] >> np.uint64(presence.CLAIM_SHIFT) == claims
-        same_writer: NDArray[np.bool_] = slot_words[slots] == claims << np.uint64(presence.SLOT_SHIFT)
-        return same_claim & same_writer
+        stands: NDArray[np.bool_] = same_claim & (slot_words[slots] == claims << np.uint64(presence.SLOT_SHIFT))
+        return stands
 
     def flush(self, page: int, slots: Slots, claims: Words, keep: NDArray[np.bool_]) -> int:
         """Write rows of deferred claims, where ``keep`` says that the claim stands (W3). Returns the bytes moved."""
@@ -172,7 +171,7 @@ def classify(slot_words: Words, claims: Words, epoch_sequence: int) -> tuple[Gat
     present = (claims == (slot_words << one | one)) & in_epoch
     rows = len(slot_words)
     if present.all():
-        return Gathered(0, 0, 0, rows), None
+        return Gathered(0, 0, 0, rows, 0, rows, 0), None
     writer = slot_words >> one
     claimer = claims >> np.uint64(presence.CLAIM_SHIFT)
     tenant_unknown = ~in_epoch | (slot_words & one != 0)
@@ -181,13 +180,15 @@ def classify(slot_words: Words, claims: Words, epoch_sequence: int) -> tuple[Gat
     unknown = tenant_unknown | failed
     n_unknown, n_absent, n_present = int(unknown.sum()), int(absent.sum()), int(present.sum())
     pending = rows - n_unknown - n_absent - n_present
-    first = int(np.argmin(present))
-    return Gathered(n_unknown, n_absent, pending, first, _end(~present & ~absent), _end(absent)), present
+    unreadable = _range(~present & ~absent)
+    return Gathered(n_unknown, n_absent, pending, *unreadable, *_range(absent)), present
 
 
-def _end(mask: NDArray[np.bool_]) -> int:
-    """Index after the last True; 0 where there is none."""
-    return len(mask) - int(np.argmax(mask[::-1])) if mask.any() else 0
+def _range(mask: NDArray[np.bool_]) -> tuple[int, int]:
+    """Index of the first True and the index after the last one; the length and 0 where there is none."""
+    if not mask.any():
+        return len(mask), 0
+    return int(np.argmax(mask)), len(mask) - int(np.argmax(mask[::-1]))
 
 
 def create_key(names: SessionNames, key_id: int, schema: KeySchema, geometry: Geometry, mode: int) -> KeyStore:

@@ -42,7 +42,7 @@ def lookup(
     """
     geometry = segments.geometry
     size = geometry.block_size
-    wanted = list(key_ids) or sorted(segments.keys)
+    wanted = list(key_ids) or sorted(segments.keys.copy())  # the consumer may close a key meanwhile
     stores = [segments.keys[key_id] for key_id in wanted]
     if len(block_ids) and not (int(block_ids.min()) >= 0 and int(block_ids.max()) < geometry.num_blocks):
         raise ValueError(f"a block id lies outside 0 to {geometry.num_blocks - 1}")

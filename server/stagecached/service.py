@@ -69,15 +69,15 @@ class StageCacheService(pb_grpc.StageCacheServicer):
             raise _out_of_range(f"a result index or their number lies outside the table of {limit} entries.")
         with session.in_use():
             await self._wait_consumed(session, request.sequence, context.time_remaining())
-            words = session.consumer.read_results(request.results)
+            found = session.consumer.read_results(request.results)
             consumed = segments.consumed
         return pb.MergeResponse(
             consumed=consumed,
-            sequences=[entry[layout.R_SEQUENCE] for entry in words],
-            rows=[entry[layout.R_ROWS] for entry in words],
-            unknown=[entry[layout.R_UNKNOWN] for entry in words],
-            absent=[entry[layout.R_ABSENT] for entry in words],
-            first_missing=[entry[layout.R_FIRST_MISSING] for entry in words],
+            sequences=[entry.sequence for entry in found],
+            rows=[entry.rows for entry in found],
+            unknown=[entry.unknown for entry in found],
+            absent=[entry.absent for entry in found],
+            first_missing=[entry.first_missing for entry in found],
         )
 
     async def _wait_consumed(self, session: Session, sequence: int, remaining_s: float | None) -> None:

@@ -84,8 +84,9 @@ def _check_runs(segments: SessionSegments, record: Record) -> None:
         raise BadRecordError(f"slot {highest - 1} of {num_slots}")
     if record.rows != total:
         raise BadRecordError(f"runs of {total} slots for {record.rows} rows")
-    if record.kind in (Kind.SAVE, Kind.FLUSH) and total > geometry.staging_capacity_tokens:
-        raise BadRecordError(f"{total} rows for a page of {geometry.staging_capacity_tokens}")
+    most = geometry.staging_capacity_tokens if record.kind in (Kind.SAVE, Kind.FLUSH) else num_slots
+    if total > most:
+        raise BadRecordError(f"{total} rows, at most {most} are allowed")
 
 
 def _check_keys(segments: SessionSegments, record: Record) -> list[KeyMode]:
@@ -124,6 +125,7 @@ def _check_gathers(segments: SessionSegments, record: Record) -> None:
         if total != rows or total > num_slots:
             raise BadRecordError(f"span runs of {total} slots for {rows} rows")
         span_rows.append(rows)
+    moved, named = 0, set()
     for span, key_id, result, _, offset in record.gathers.tolist():
         if span >= len(span_rows):
             raise BadRecordError(f"span {span} of {len(span_rows)}")
@@ -134,3 +136,10 @@ def _check_gathers(segments: SessionSegments, record: Record) -> None:
         end = offset + span_rows[span] * segments.keys[key_id].row_bytes
         if end > geometry.arena_bytes:
             raise BadRecordError(f"extent ends at {end}, the arena at {geometry.arena_bytes}")
+        named.add(span)
+        moved += end - offset
+    # Extents do not overlap, so all of them together fit: what a record can ask for is bounded by the arena.
+    if moved > geometry.arena_bytes:
+        raise BadRecordError(f"gathers of {moved} bytes for an arena of {geometry.arena_bytes}")
+    if len(named) != len(span_rows):
+        raise BadRecordError(f"{len(span_rows) - len(named)} spans that no gather names")

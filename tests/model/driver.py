@@ -24,6 +24,8 @@ class Event(NamedTuple):
     d: int
 
 
+WITHOUT_HIDDEN = (10, 14)
+
 KINDS = ("step",) * 11 + ("arrive",) * 4 + ("consume",) * 2 + ("abort", "preempt", "again", "reset", "misuse")
 
 
@@ -189,7 +191,7 @@ class Run:
                 schema = Schema("float32" if schema.dtype == "int64" else "int64", schema.row_shape)
             extra = padded - n if (event.d >> index) & 1 else 0
             emitted = key == HIDDEN or (event.d >> index & 3) != 3
-            if n and emitted and not (key == HIDDEN and way in (10, 14)):
+            if n and emitted and not (key == HIDDEN and way in WITHOUT_HIDDEN):
                 values[key] = rows_at(schema, self._writes, positions, extra)
         hidden = values.pop(HIDDEN, None)
         for key in self.setup.per_request:

@@ -15,10 +15,13 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-#: Modules whose import is watched: the V1 model runner, which is wrapped, and the V2 one, which is refused.
+#: Modules whose import is watched: the V1 model runner, which is wrapped, and the V2 one, which is refused; in the
+#: engine core's process, the scheduler and the engine core itself.
 V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
 V2_RUNNER = "vllm.v1.worker.gpu.model_runner"
-WATCHED = (V1_RUNNER, V2_RUNNER)
+SCHEDULER = "vllm.v1.core.sched.scheduler"
+ENGINE_CORE = "vllm.v1.engine.core"
+WATCHED = (V1_RUNNER, V2_RUNNER, SCHEDULER, ENGINE_CORE)
 
 
 def register() -> None:
@@ -37,11 +40,21 @@ def register() -> None:
 
 
 def _patch(module: ModuleType) -> None:
-    from stagecache.shim.vllm import patch_v1_runner, refuse_v2_runner
+    if module.__name__ == SCHEDULER:
+        from stagecache.shim.scheduler import patch_scheduler
 
-    if module.__name__ == V1_RUNNER:
+        patch_scheduler(module)
+    elif module.__name__ == ENGINE_CORE:
+        from stagecache.shim.scheduler_engine import patch_engine_core
+
+        patch_engine_core(module)
+    elif module.__name__ == V1_RUNNER:
+        from stagecache.shim.vllm import patch_v1_runner
+
         patch_v1_runner(module)
     else:
+        from stagecache.shim.vllm import refuse_v2_runner
+
         refuse_v2_runner(module)
 
 

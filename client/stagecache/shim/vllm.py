@@ -241,7 +241,7 @@ def attach_runner(runner: Any, kv_cache_config: Any) -> None:
     if previous is not None:
         previous.close()
         setattr(runner, _ATTRIBUTE, None)
-    if not get_pp_group().is_last_rank or _is_omni(runner):
+    if not os.environ.get("STAGECACHE_SOCKET") or not get_pp_group().is_last_rank or _is_omni(runner):
         return
     config = runner.vllm_config
     facts = check_stage(config, kv_cache_config, block_table=runner.input_batch.block_table[0])

@@ -18,9 +18,22 @@ class Block:
                             block is in the queue.
     next_same, prev_same    ring of the blocks that hold the same hash, in the order in which they got it
                             (BlockHashMap).
+    served_hash             block_hash while the block is the first of that ring, the one that lookups answer with;
+                            else None (BlockHashMap).
+    next_in_prefix          a hint, checked at each use: a block that was cached behind this one (BlockHashMap).
     """
 
-    __slots__ = ("block_hash", "block_id", "next_free", "next_same", "prev_free", "prev_same", "ref_cnt")
+    __slots__ = (
+        "block_hash",
+        "block_id",
+        "next_free",
+        "next_in_prefix",
+        "next_same",
+        "prev_free",
+        "prev_same",
+        "ref_cnt",
+        "served_hash",
+    )
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -30,6 +43,8 @@ class Block:
         self.prev_free = self
         self.next_same = self
         self.prev_same = self
+        self.served_hash: bytes | None = None
+        self.next_in_prefix = self
 
     def __repr__(self) -> str:
         digest = "-" if self.block_hash is None else self.block_hash.hex()[:12]

@@ -171,7 +171,10 @@ class BlockManager:
     def _cache(self, request: RequestView, table: _BlockTable, num_full: int) -> None:
         num_cached = table.num_cached
         if num_full > num_cached:
-            self.pool.cache_full_blocks(table.blocks[num_cached:num_full], request.block_hashes[num_cached:num_full])
+            after = table.blocks[num_cached - 1] if num_cached else None
+            self.pool.cache_full_blocks(
+                table.blocks[num_cached:num_full], request.block_hashes[num_cached:num_full], after
+            )
             table.num_cached = num_full
 
     def _with_preallocated(self, num_needed: int, num_held: int, num_available: int, num_lookahead_tokens: int) -> int:

@@ -112,16 +112,19 @@ class BlockPool:
 
     # Content.
 
-    def cache_full_blocks(self, blocks: Sequence[Block], block_hashes: Sequence[bytes]) -> None:
+    def cache_full_blocks(
+        self, blocks: Sequence[Block], block_hashes: Sequence[bytes], after: Block | None = None
+    ) -> None:
         """Gives each full block the hash of its content, block i the hash i; from now on it can be hit.
 
-        Raises BlockAlreadyCached at a block that has one; those before it are cached.
+        The blocks are consecutive in one prefix; `after` is the block before them, None when they begin it. Raises BlockAlreadyCached at a block that has one; those before it are cached.
         """
         if len(blocks) != len(block_hashes):
             raise ValueError(f"{len(block_hashes)} hashes were given for {len(blocks)} blocks")
         insert = self.cached.insert
         for block, block_hash in zip(blocks, block_hashes, strict=True):
-            insert(block, block_hash)
+            insert(block, block_hash, after)
+            after = block
 
     def evict_blocks(self, block_ids: Iterable[int]) -> int:
         """Takes the content from these blocks, so that they are not hit again; answers how many had any.

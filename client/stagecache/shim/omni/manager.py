@@ -1,0 +1,197 @@
+"""``SidecarPrefixCacheManager``: vLLM-Omni's ``OmniPrefixCacheManager``, with the rows in the node's daemon.
+
+The calls of a step, in vLLM-Omni's words:
+
+    register_policy(policy)        once, at load_model
+    new_step_starts(output)        engine thread, before finished requests leave the batch
+    step_id = save_outputs(...)    engine thread, after the forward
+    materialize(step_id, ids)      any thread, once; or discard_step(step_id)
+    shutdown()                     when the runner ends
+
+It composes ``stagecache.StageCache`` and adds nothing to a step but translation: the batch (``view``), the step's form
+(``steps``), the result's type and the errors' family (``errors``). Both releases' signatures are served: 0.30.0 gives a
+view, 0.32.0rc1 a ``write_layout=`` with each save.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from stagecache.cache import StageCache
+from stagecache.errors import AttachError, StageCacheError, UnknownRequestError
+from stagecache.outputs import StageCacheOutputs
+from stagecache.policy import ModelCachePolicy
+from stagecache.shim.omni.errors import as_omni
+from stagecache.shim.omni.keys import keys_from_env
+from stagecache.shim.omni.steps import StepReader
+from stagecache.shim.omni.view import OmniBatchView
+from stagecache_wire.geometry import Geometry, KeySchema
+
+DEFAULT_STAGE = "stage0"
+
+
+def _outputs_class() -> Any:
+    """vLLM-Omni's result type, ours where it is not installed; both are tuples of the same two fields."""
+    try:
+        from vllm_omni.core.prefix_cache.interface import StageCacheOutputs as OmniOutputs
+    except ImportError:
+        return StageCacheOutputs
+    return OmniOutputs
+
+
+class SidecarPrefixCacheManager:
+    """Drop-in for vLLM-Omni's manager. Attaches to the daemon when it is made.
+
+    Args:
+        config: vLLM-Omni's ``PrefixCacheConfig``: sizes, staging depth, time-outs, ``gpu_staging_bytes``.
+        view: its group view; may be bound later (``bind``), and 0.32.0rc1 passes none.
+        eager: taken for compatibility; copies are the daemon's.
+        socket: the daemon's socket; STAGECACHE_SOCKET by default.
+        model, stage, rank: whose session this is. stage: STAGECACHE_STAGE by default.
+        keys: keys to open at once, besides those of STAGECACHE_KEYS and those remembered for (model, stage).
+        policy: what the model wants cached, if known already.
+
+    Raises:
+        DaemonUnavailableError: nobody answers at the socket.
+        AttachError: refused; the text says why and what to change.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        view: Any = None,
+        *,
+        eager: bool | None = None,
+        socket: str | None = None,
+        model: str = "model",
+        stage: str | None = None,
+        rank: int = 0,
+        keys: Sequence[KeySchema] = (),
+        policy: Any = None,
+    ) -> None:
+        socket = socket or os.environ.get("STAGECACHE_SOCKET")
+        self.config = config
+        self.key_roles: dict[str, Any] = {}
+        self._view = OmniBatchView(config.block_size, view)
+        self._steps = StepReader()
+        self._outputs = _outputs_class()
+        self._policy = self._own_policy(policy)
+        try:
+            if not socket:
+                raise AttachError("no socket is named.", remedy="Set STAGECACHE_SOCKET to the daemon's socket.")
+            declared = {key.name: key for key in (*keys, *keys_from_env())}
+            self.cache = StageCache.attach(
+                socket=socket,
+                model=model,
+                stage=stage or os.environ.get("STAGECACHE_STAGE") or DEFAULT_STAGE,
+                geometry=Geometry(
+                    num_blocks=int(config.num_blocks),
+                    block_size=int(config.block_size),
+                    staging_capacity_tokens=int(config.staging_capacity_tokens),
+                    staging_depth=int(config.staging_depth),
+                ),
+                view=self._view,
+                policy=self._policy,
+                keys=list(declared.values()),
+                rank=rank,
+                open_remembered_keys=True,
+                staging_claim_timeout_s=float(config.staging_claim_timeout_s),
+                merge_timeout_s=float(config.staging_claim_timeout_s),
+                gpu_staging_bytes=int(config.gpu_staging_bytes),
+                split_lists=False,
+            )
+        except StageCacheError as error:
+            raise as_omni(error) from error.__cause__
+
+    def bind(self, view: Any) -> None:
+        """Read this group view; where the manager was attached before the input batch was there."""
+        self._view.bind(view)
+
+    def register_policy(self, policy: Any) -> None:
+        """Set what the model wants cached: vLLM-Omni's ``ModelCachePolicy``, or ours with key roles."""
+        self._policy = self._own_policy(policy)
+        self.cache.register_policy(self._policy)
+
+    def _own_policy(self, policy: Any) -> ModelCachePolicy:
+        if policy is None:
+            return ModelCachePolicy(key_roles=self.key_roles)
+        self.key_roles.update(getattr(policy, "key_roles", None) or {})
+        return ModelCachePolicy(
+            bool(policy.needs_full_hidden_states), frozenset(policy.deferred_keys), dict(self.key_roles)
+        )
+
+    def new_step_starts(self, step: Any) -> None:
+        """A step begins: a scheduler output, or 0.32.0rc1's step. Once a real step, on the engine thread.
+
+        Raises:
+            OmniPrefixCacheUnmatchError: a hit without blocks or not at a block's end (H3), or an earlier deferred
+                write failed (W5).
+        """
+        output = self._steps.read(step)
+        self._view.begin(output)
+        try:
+            self.cache.new_step_starts(output)
+        except StageCacheError as error:
+            raise as_omni(error) from error.__cause__
+
+    def save_outputs(
+        self,
+        hidden_states: torch.Tensor | None,
+        mm_outputs: Mapping[str, Any] | None,
+        *,
+        num_tokens_unpadded: int,
+        num_tokens_padded: int,
+        write_layout: Any = None,
+    ) -> int:
+        """Keep the step's outputs; the id must be consumed exactly once. Engine thread, after the forward.
+
+        Raises:
+            OmniPrefixCacheUnmatchError: refused before anything was copied (W6).
+            OmniPrefixCacheStagingTimeoutError: no page became free (W2).
+        """
+        try:
+            if write_layout is not None and num_tokens_unpadded:
+                self._view.use_layout(write_layout)
+            return self.cache.save_outputs(
+                hidden_states,
+                mm_outputs,
+                num_tokens_unpadded=num_tokens_unpadded,
+                num_tokens_padded=num_tokens_padded,
+            )
+        except StageCacheError as error:
+            raise as_omni(error) from error.__cause__
+
+    def materialize(self, step_id: int, req_ids: list[str]) -> Any:
+        """Merged outputs of a saved step for some or all of its requests, as vLLM-Omni's ``StageCacheOutputs``.
+
+        Raises:
+            OmniPrefixCacheUnmatchError: unknown or consumed id (S1), a request that was not in the batch (S2), rows
+                of a hit that are not there (H4), a key refused at save (K3). The step is consumed.
+        """
+        try:
+            hidden, mm = self.cache.materialize(step_id, req_ids)
+        except UnknownRequestError as error:
+            self.cache.discard_step(step_id)  # vLLM-Omni's manager consumes the step here too
+            raise as_omni(error) from error.__cause__
+        except StageCacheError as error:
+            raise as_omni(error) from error.__cause__
+        return self._outputs(hidden or None, mm)
+
+    def discard_step(self, step_id: int) -> None:
+        """Consume a step that nobody wants; its rows are kept all the same.
+
+        Raises:
+            OmniPrefixCacheUnmatchError: unknown or consumed id (S1).
+        """
+        try:
+            self.cache.discard_step(step_id)
+        except StageCacheError as error:
+            raise as_omni(error) from error.__cause__
+
+    def shutdown(self) -> None:
+        """Detach; the daemon frees the session's memory. Rows handed out stay good. Twice does nothing."""
+        self.cache.close()

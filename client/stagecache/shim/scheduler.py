@@ -1,0 +1,324 @@
+"""The scheduler's side of the shim: epochs, block hashes, resets, and the guard for policy ``priority``.
+
+It wraps methods of one scheduler *instance*, so that it also holds where a subclass overrides them without calling
+its parent (vLLM-Omni rebuilds the scheduler output in one). ``patch_scheduler`` makes every new scheduler install it.
+
+    schedule()              resets that were asked for come first; then what the workers cannot know goes on the output
+    reset_prefix_cache()    of the KV cache manager: a True result raises the epoch
+    _preempt_request()      policy ``priority``: hashes of blocks that nobody will compute are taken back
+
+On each scheduler output it sets two attributes, which pickling keeps:
+
+    stagecache_epoch         int; when it is higher than the last one, nothing saved before may be read (R5)
+    stagecache_block_hashes  for each request that is new or resumed in this step, the hashes of its full blocks, from
+                             block 0 up to the end of what this step computes: dict[str, list[bytes]]
+
+A reset asked for elsewhere (an engine call in ``scheduler_engine``, the daemon in ``scheduler_watch``, a worker that
+lost rows) only leaves its cause; it is done on the engine's thread, before the next schedule(), which is before
+anything can hit again.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any, Final
+
+from stagecache.gates import no_cache_reason, read_facts
+from stagecache.shim.scheduler_watch import SchedulerWatch
+
+logger = logging.getLogger("vllm.stagecache")
+
+BLOCK_HASHES_ENV: Final = "STAGECACHE_BLOCK_HASHES"
+"""Set to 0, no block hashes travel: for stages of which nothing reads them."""
+
+_ATTRIBUTE: Final = "_stagecache_scheduler"
+_PATCHED: Final = "_stagecache_patched"
+_NEEDED: Final = {
+    "Scheduler": ("schedule", "reset_prefix_cache", "_preempt_request", "shutdown"),
+    "KVCacheManager": ("reset_prefix_cache", "evict_blocks", "get_block_ids"),
+}
+"""What is wrapped or called, by class; a vLLM without one of them is left alone."""
+
+
+class SchedulerShim:
+    """What the shim keeps for one scheduler. Everything but ``request_reset`` belongs to the engine's thread.
+
+    Args:
+        stage: name of the stage, as its workers attach by it.
+        attach_hashes: send block hashes.
+
+    Attributes:
+        epoch: rises with every reset, from 0.
+        guarded: preemption is guarded.
+        taken_back: hashes that the guard took back.
+        watch: the connection to the daemon, or None.
+    """
+
+    def __init__(self, stage: str = "", *, attach_hashes: bool = True) -> None:
+        self.stage = stage
+        self.attach_hashes = attach_hashes
+        self.epoch = 0
+        self.guarded = False
+        self.taken_back = 0
+        self.watch: SchedulerWatch | None = None
+        self._causes: deque[str] = deque()
+
+    def request_reset(self, cause: str) -> None:
+        """Have the engine forget its prefix cache before the next schedule(). Any thread; returns at once."""
+        self._causes.append(cause)
+
+    @property
+    def reset_pending(self) -> bool:
+        return bool(self._causes)
+
+    # ------------------------------------------------------- wrapped methods
+
+    def wrap(self, scheduler: Any, *, guard: bool) -> None:
+        """Wrap the methods of ``scheduler`` and of its KV cache manager; ``guard``: its preemption too.
+
+        Whatever else is to be decided at the scheduler wraps its method here in the same way: ``allocate_slots`` of
+        the manager is where spans of KV from elsewhere come in.
+        """
+        manager = scheduler.kv_cache_manager
+        scheduler.schedule = self._schedule(scheduler)
+        manager.reset_prefix_cache = self._reset_prefix_cache(manager)
+        scheduler.shutdown = self._shutdown(scheduler)
+        if guard:
+            scheduler._preempt_request = self._preempt_request(scheduler)
+            self.guarded = True
+
+    def _schedule(self, scheduler: Any) -> Callable[..., Any]:
+        inner, owner, causes = _method(scheduler, "schedule"), weakref.ref(scheduler), self._causes
+        requests = scheduler.requests
+        tokens_per_hash = int(scheduler.hash_block_size)
+
+        @functools.wraps(inner)
+        def schedule(*args: Any, **kwargs: Any) -> Any:
+            if causes:
+                self._reset(owner())
+            output = inner(*args, **kwargs)
+            output.stagecache_epoch = self.epoch
+            if self.attach_hashes:
+                output.stagecache_block_hashes = first_hashes(output, requests, tokens_per_hash)
+            return output
+
+        return schedule
+
+    def _reset_prefix_cache(self, manager: Any) -> Callable[[], bool]:
+        inner, causes = _method(manager, "reset_prefix_cache"), self._causes
+
+        @functools.wraps(inner)
+        def reset_prefix_cache() -> bool:
+            asked = len(causes)
+            done = bool(inner())
+            if done:
+                self.epoch += 1
+                for _ in range(asked):  # What was asked for until then has been done with it.
+                    causes.popleft()
+            return done
+
+        return reset_prefix_cache
+
+    def _preempt_request(self, scheduler: Any) -> Callable[..., Any]:
+        """Take back the hashes of blocks that nobody will compute.
+
+        vLLM publishes a block's hash when it schedules it; under ``priority`` it may preempt the request later in the
+        same schedule() call, and the hash would stay.
+        """
+        inner, manager = _method(scheduler, "_preempt_request"), scheduler.kv_cache_manager
+        block_size = int(scheduler.block_size)
+
+        @functools.wraps(inner)
+        def preempt_request(request: Any, *args: Any, **kwargs: Any) -> Any:
+            computed = int(request.num_computed_tokens) // block_size
+            never = {block for group in manager.get_block_ids(request.request_id) for block in group[computed:]}
+            if never:
+                blocks = manager.block_pool.blocks
+                self.taken_back += sum(blocks[block].block_hash is not None for block in never)
+                manager.evict_blocks(never)
+            return inner(request, *args, **kwargs)
+
+        return preempt_request
+
+    def _shutdown(self, scheduler: Any) -> Callable[..., Any]:
+        inner = _method(scheduler, "shutdown")
+
+        @functools.wraps(inner)
+        def shutdown(*args: Any, **kwargs: Any) -> Any:
+            if self.watch is not None:
+                self.watch.stop()
+            return inner(*args, **kwargs)
+
+        return shutdown
+
+    # ----------------------------------------------------------------- reset
+
+    def _reset(self, scheduler: Any) -> None:
+        """Do what was asked for, and raise the epoch.
+
+        While the scheduler is paused it admits nobody, so nothing can hit, and requests that a pause lets run out must
+        not be preempted: then the reset waits until the scheduler goes on.
+        """
+        if scheduler.pause_state.name != "UNPAUSED":
+            return
+        wanted = [self._causes.popleft() for _ in range(len(self._causes))]
+        before = self.epoch
+        if _may_preempt_all(scheduler):
+            try:
+                scheduler.reset_prefix_cache(reset_running_requests=True)
+            except RuntimeError as error:
+                logger.warning("stagecache: no reset of the prefix cache, only its hashes go: %s", error)
+        if self.epoch == before:
+            manager = scheduler.kv_cache_manager
+            manager.evict_blocks(set(range(manager.block_pool.num_gpu_blocks)))
+            self.epoch += 1
+        causes = ", ".join(dict.fromkeys(wanted))
+        logger.info("stagecache: the engine forgot its prefix cache (%s), epoch %d", causes, self.epoch)
+
+
+def first_hashes(output: Any, requests: Any, tokens_per_hash: int) -> dict[str, list[bytes]]:
+    """Hashes of the full blocks that requests new or resumed in ``output`` have at its end, by request.
+
+    requests: the scheduler's, by id. tokens_per_hash: tokens that one hash stands for.
+    """
+    found: dict[str, list[bytes]] = {}
+    for new in output.scheduled_new_reqs:
+        found[new.req_id] = _hashes(output, requests, new.req_id, new.num_computed_tokens, tokens_per_hash)
+    cached = output.scheduled_cached_reqs
+    if cached.resumed_req_ids:
+        for req_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            if req_id in cached.resumed_req_ids:
+                found[req_id] = _hashes(output, requests, req_id, computed, tokens_per_hash)
+    return found
+
+
+def _hashes(output: Any, requests: Any, req_id: str, computed: int, tokens_per_hash: int) -> list[bytes]:
+    request = requests.get(req_id)
+    if request is None:
+        return []
+    end = computed + output.num_scheduled_tokens.get(req_id, 0)
+    return list(request.block_hashes[: end // tokens_per_hash])
+
+
+def _method(owner: Any, name: str) -> Callable[..., Any]:
+    """A method of ``owner``, as it is now, that does not keep ``owner`` alive."""
+    method = getattr(owner, name)
+    if getattr(method, "__self__", None) is not owner:
+        return method  # type: ignore[no-any-return]
+    function, reference = method.__func__, weakref.ref(owner)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(reference(), *args, **kwargs)
+
+    return call
+
+
+def _may_preempt_all(scheduler: Any) -> bool:
+    """Whether the engine's own reset may preempt what is running.
+
+    vLLM-Omni's generation scheduler would give a preempted request to its worker as a new one, and its schedulers may
+    keep requests in ``running`` that wait for input or were aborted, which the engine cannot preempt.
+    """
+    running = scheduler.running
+    if running and any(cls.__name__ == "OmniGenerationScheduler" for cls in type(scheduler).__mro__):
+        return False
+    return all(request.status.name == "RUNNING" for request in running)
+
+
+# ------------------------------------------------------------------- install
+
+_installed: weakref.WeakSet[SchedulerShim] = weakref.WeakSet()
+
+
+def install(scheduler: Any, *, stage: str = "", attach_hashes: bool = True, guard: bool | None = None) -> SchedulerShim:
+    """Wrap one scheduler; idempotent. ``guard``: guard its preemption; None: where its policy is ``priority``."""
+    shim = shim_of(scheduler)
+    if shim is None:
+        shim = SchedulerShim(stage, attach_hashes=attach_hashes)
+        shim.wrap(scheduler, guard=scheduler.policy.value == "priority" if guard is None else guard)
+        setattr(scheduler, _ATTRIBUTE, shim)
+        _installed.add(shim)
+    return shim
+
+
+def shim_of(scheduler: Any) -> SchedulerShim | None:
+    """The shim that ``install`` gave to this scheduler, or None."""
+    return getattr(scheduler, _ATTRIBUTE, None)
+
+
+def request_reset(cause: str, stage: str | None = None) -> int:
+    """Have the schedulers of this process reset, those of ``stage`` or all: for a worker that shares their process.
+
+    Any thread. Returns how many will; 0 says that the stage's scheduler is in another process.
+    """
+    told = [shim for shim in list(_installed) if stage is None or shim.stage == stage]
+    for shim in told:
+        shim.request_reset(cause)
+    return len(told)
+
+
+def guard_active(vllm_config: Any) -> bool:
+    """Whether the scheduler of this configuration has, or will have, the guard for policy ``priority`` (G3).
+
+    For the gates of a worker, which decide before the engine has made its scheduler, perhaps in another process: both
+    load the same plugin by the same environment, and it guards each scheduler that derives from vLLM's.
+    """
+    scheduler_class = vllm_config.scheduler_config.get_scheduler_cls()
+    return any(vars(cls).get(_PATCHED, False) for cls in scheduler_class.__mro__)
+
+
+def stage_name(vllm_config: Any) -> str:
+    """The stage's name: the engine's own where it has several stages (vLLM-Omni), else STAGECACHE_STAGE."""
+    named = getattr(vllm_config.model_config, "model_stage", None)
+    return str(named) if named else os.environ.get("STAGECACHE_STAGE", "stage0")
+
+
+def _install_from_environment(scheduler: Any) -> None:
+    socket = os.environ.get("STAGECACHE_SOCKET")
+    config = scheduler.vllm_config
+    if not socket or no_cache_reason(read_facts(config, None)) is not None:
+        return
+    stage = stage_name(config)
+    shim = install(scheduler, stage=stage, attach_hashes=os.environ.get(BLOCK_HASHES_ENV, "1") != "0")
+    if shim.watch is None:
+        shim.watch = SchedulerWatch(socket, stage, shim.request_reset)
+        shim.watch.start()
+        weakref.finalize(scheduler, shim.watch.stop)
+
+
+def patch_scheduler(module: ModuleType) -> None:
+    """Make every new scheduler wrap itself, where STAGECACHE_SOCKET is set; idempotent.
+
+    module: ``vllm.v1.core.sched.scheduler``.
+    """
+    missing = list(_missing(module))
+    if missing:
+        logger.warning("stagecache: this vLLM has no %s, so resets do not reach its scheduler", ", ".join(missing))
+        return
+    scheduler_class = module.Scheduler
+    if vars(scheduler_class).get(_PATCHED, False):
+        return
+    init = scheduler_class.__init__
+
+    @functools.wraps(init)
+    def stagecache_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        _install_from_environment(self)
+
+    scheduler_class.__init__ = stagecache_init
+    setattr(scheduler_class, _PATCHED, True)
+
+
+def _missing(module: ModuleType) -> Iterable[str]:
+    for class_name, methods in _NEEDED.items():
+        found = getattr(module, class_name, None)
+        for method in methods:
+            if not callable(getattr(found, method, None)):
+                yield f"{class_name}.{method}"
