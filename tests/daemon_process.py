@@ -38,7 +38,8 @@ class DaemonProcess:
     """``python -m stagecached`` on ``folder/d.sock``.
 
     Attributes:
-        start_s: seconds from the start of the process until it served, of the last start.
+        start_s: seconds from the start of the process until it served, of the last start, without those in which it
+            was ready to run and other processes had the CPU.
     """
 
     def __init__(self, folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
@@ -75,8 +76,14 @@ class DaemonProcess:
                 env={**os.environ, **self.environment},
             )
         poll_until(self._serves, "the daemon to serve", START_TIMEOUT_S)
-        self.start_s = time.monotonic() - started
+        self.start_s = time.monotonic() - started - self._waited_for_cpu_s()
         self._node = self.paths.node
+
+    def _waited_for_cpu_s(self) -> float:
+        try:
+            return int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[1]) / 1e9
+        except FileNotFoundError:
+            return 0.0
 
     def _serves(self) -> bool:
         assert self._process is not None

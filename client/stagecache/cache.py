@@ -14,43 +14,39 @@ What happens at each, in log order:
     materialize       this step's rows are copied out of the page, and behind the hit's in its extent
 
 ``_lock`` guards the tables that engine thread and materializing threads share: steps, requests, arena, results. It is
-never held over a copy or a wait. Files beside this one hold one table each.
+never held over a copy or a wait. saver.py keeps a step, merge.py puts it together again; the files beside them hold one
+table each.
 """
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from stagecache.arena import Arena
-from stagecache.batch import Batch, BatchReader, scheduled_runs, start_positions
+from stagecache.batch import BatchReader, scheduled_runs, start_positions
 from stagecache.counters import Counters
-from stagecache.deferred import DeferredRows, StepClone
 from stagecache.device import CpuDevice, clone_rows
 from stagecache.errors import DaemonLostError, StageCacheError, StepConsumedError, UnknownRequestError
-from stagecache.hits import Gather, Hit, HitReader
-from stagecache.keys import KeyBook, Split
-from stagecache.leftovers import snapshot
-from stagecache.mapping import StagedKey
+from stagecache.hits import Hit, HitReader
+from stagecache.keys import KeyBook
 from stagecache.merge import SavedStep, assemble, windows
 from stagecache.outputs import StageCacheOutputs
-from stagecache.pages import FlushPages, PageUse, StepPages
 from stagecache.planner import StepPlan, StepPlanner
 from stagecache.policy import ModelCachePolicy
 from stagecache.requests import NO_END, RequestTable
+from stagecache.saver import StepSaver
 from stagecache.session import Session
-from stagecache.slots import Runs, count_slots
 from stagecache.step import BatchView
-from stagecache.writes import Write, WriteState
 from stagecache_wire.geometry import Geometry, KeySchema
-from stagecache_wire.records import MODE_SHIFT, KeyMode, Kind, Record
+
+logger = logging.getLogger("stagecache")
 
 
 class StageCache:
@@ -73,29 +69,32 @@ class StageCache:
         self.session = session
         self.counters = Counters()
         self._geometry = geometry
-        self._device = device or CpuDevice()
-        self._claim_timeout_s = staging_claim_timeout_s
         self._merge_timeout_s = merge_timeout_s
-        self._split_lists = split_lists
         self._lock = threading.Lock()
         self._requests = RequestTable()
         self._planner = StepPlanner(self._requests, geometry)
         self._batches = BatchReader(view, geometry, self._requests)
         self._arena = Arena(session.control.arena)
         self._hits = HitReader(session, self._arena, geometry.block_size, geometry.max_results)
-        self._pages = StepPages(geometry.staging_depth, session.log)
-        self._flush_pages: dict[int, FlushPages] = {}
         self._keys = KeyBook(session.open_key, policy, declared)
         for key in session.keys:
             self._keys.add(key)
-        self._deferred = DeferredRows(
-            gpu_staging_bytes, self._device, self._claim_flush_page, session.append, self._flush_logged
+        self._saver = StepSaver(
+            session,
+            self._keys,
+            self._hits,
+            self.counters,
+            self._lock,
+            device or CpuDevice(),
+            claim_timeout_s=staging_claim_timeout_s,
+            merge_timeout_s=merge_timeout_s,
+            gpu_staging_bytes=gpu_staging_bytes,
+            split_lists=split_lists,
         )
         self._steps: dict[int, SavedStep] = {}
         self._in_flight: set[int] = set()
         self._next_step_id = 1
         self._plan: StepPlan | None = None
-        self._unlogged = False
         self._closed = False
 
     @classmethod
@@ -166,40 +165,19 @@ class StageCache:
         """
         begun = time.perf_counter_ns()
         self._abandon()
-        self._come_back()
+        self._saver.epochs.catch_up()
         with self._lock:
             plan = self._planner.plan(scheduler_output, self._next_step_id - 1)
         self._plan = plan
-        if plan.ended and self._deferred.open:
-            self._guarded(lambda: self._deferred.flush(plan.ended))
+        if plan.ended:
+            self._saver.flush_ended(plan.ended)
         if plan.hits:
-            self._begin_hits(plan)
+            self._saver.begin_hits(plan.hits)
         self.counters.phase_ns["begin"] += time.perf_counter_ns() - begun
         if plan.error is not None:
             raise plan.error
-        if self._deferred.errors:
-            raise self._deferred.errors.pop(0)
-
-    def _begin_hits(self, plan: StepPlan) -> None:
-        self.counters.hits += len(plan.hits)
-        self.counters.hit_rows += sum(hit.rows for hit in plan.hits)
-        if self._deferred.open:
-            blocks = {block for hit in plan.hits for block in hit.blocks}
-            touched = self._deferred.touching(blocks, self._geometry.block_size)
-            self._guarded(lambda: self._deferred.flush(touched))
-        with self._lock:
-            planned = self._hits.plan(plan.hits, self._keys.hit_keys())
-        self._log_gathers(planned)
-
-    def _log_gathers(self, planned: list[tuple[Hit, Gather]]) -> None:
-        """Log gathers as records of their own; what cannot be logged is an error of that hit."""
-        for record, part in self._hits.records(planned):
-            try:
-                self._hits.logged(part, self.session.append(record))
-            except StageCacheError as error:
-                for _, gather in part:
-                    gather.error = error
-        self._hits.spill(planned, self._merge_timeout_s)
+        if self._saver.deferred.errors:
+            raise self._saver.deferred.errors.pop(0)
 
     def _abandon(self) -> None:
         """A step began and was never saved: its slots become UNKNOWN (W8)."""
@@ -212,43 +190,15 @@ class StageCache:
             self._hits.release(gather for hit in plan.hits for gather in hit.gathers.values())
             starts = start_positions(plan.source.scheduled_new_reqs or (), plan.source.scheduled_cached_reqs)
             runs = scheduled_runs(plan.scheduled, starts, self._requests, self._geometry)
-        if len(runs):
-            self.counters.lost_steps += 1
-            self._log_lost(runs)
-
-    def _log_lost(self, runs: Runs) -> None:
-        unit = runs.ndim == 1
-        record = Record(0, Kind.LOST, rows=count_slots(runs), unit_runs=unit, runs=runs)
-        try:
-            self.session.append(record)
-        except StageCacheError:
-            self._unlogged = True
-
-    def _come_back(self) -> None:
-        """After an outage, or on an operator's wish, a new epoch begins before anything else is logged."""
-        session = self.session
-        if session.away and not session.returned():
-            return
-        cause = session.watcher.reset_cause
-        if self._unlogged or cause is not None:
-            session.watcher.reset_cause = None
-            self.reset(cause=cause or "steps were not logged while the daemon was away")
+        self._saver.epochs.lose(runs)
 
     def reset(self, cause: str = "") -> int:
         """Begin a new epoch: nothing saved before is readable after (R5). Engine thread. Returns the epoch.
 
         Rows of hits that were gathered before stay good; steps saved before may still be materialized.
         """
-        self._deferred.drop_all()
-        try:
-            self.session.append(Record(0, Kind.RESET, rows=self.session.epoch + 1))
-        except StageCacheError:
-            self._unlogged = True
-            return self.session.epoch
-        self._unlogged = False
-        self.session.epoch += 1
-        self.counters.resets += 1
-        return self.session.epoch
+        logger.info("stagecache: new epoch of stage %s: %s", self.session.stage, cause or "asked for")
+        return self._saver.epochs.reset()
 
     # ------------------------------------------------------------------- save
 
@@ -276,196 +226,20 @@ class StageCache:
         try:
             with self._lock:
                 batch = self._batches.read(plan.scheduled, plan.tokens, num_tokens_unpadded)
-            step = self._save(plan, batch, hidden_states, multimodal_outputs or {}, num_tokens_padded)
+            step = self._saver.save(
+                self._next_step_id, plan, batch, hidden_states, multimodal_outputs or {}, num_tokens_padded
+            )
         except BaseException:
             self.counters.refused_saves += 1
             self._lose(plan)
             raise
+        with self._lock:
+            self._next_step_id += 1
+            self._steps[step.step_id] = step
         self.counters.steps += 1
         self.counters.computed_rows += batch.tokens
         self.counters.phase_ns["save"] += time.perf_counter_ns() - begun
         return step.step_id
-
-    def _save(
-        self, plan: StepPlan, batch: Batch, hidden: torch.Tensor | None, outputs: Mapping[str, Any], padded: int
-    ) -> SavedStep:
-        n = batch.tokens
-        split = self._keys.split(hidden, outputs, n, padded, len(batch.req_ids))
-        for key in split.demoted:
-            self._close_key(key)
-        local = {name: self._device.to_host(rows) for name, rows, _ in split.unopened}
-        local.update({key.schema.name: self._device.to_host(rows) for key, rows in split.deferred})
-        leftover = {name: snapshot(value, self._device) for name, value in split.leftover.items()}
-        step_id = self._next_step_id
-        write = Write(f"step {step_id}")
-        page = self._claim_page(step_id)
-        staged: list[StagedKey] = []
-        try:
-            if page is None:
-                self.counters.local_steps += 1
-                self._unlogged = self._unlogged or n > 0
-                self._spoil(plan, batch)
-                local.update({key.schema.name: self._device.to_host(rows) for key, rows in split.immediate})
-            else:
-                write.advance(WriteState.QUEUED)
-                write.advance(WriteState.COPYING)
-                for key, rows in split.immediate:
-                    self._device.stage(key.pages[page.page][:n], rows)
-                    staged.append(key)
-                if n:
-                    self._log_step(plan, batch, split, page)
-                write.advance(WriteState.HOST_READY, sequence=page.sequence)
-        except BaseException as error:
-            write.advance(WriteState.FAILED, cause=str(error))
-            if page is not None:
-                self._pages.hand_out(page)
-            raise
-        step = SavedStep(
-            step_id,
-            batch,
-            page,
-            staged,
-            local,
-            leftover,
-            {hit.req_id: hit for hit in plan.hits},
-            [error for _, error in split.failed],
-            self._keys.policy.needs_full_hidden_states and (hidden is not None or (n == 0 and bool(plan.hits))),
-            self._split_lists,
-            dict(self._keys.open),
-        )
-        with self._lock:
-            self._next_step_id += 1
-            self._steps[step_id] = step
-        return step
-
-    def _log_step(self, plan: StepPlan, batch: Batch, split: Split, page: PageUse) -> None:
-        """The SAVE record, and the gathers that belong behind it."""
-        modes = [key.key_id | int(KeyMode.ROWS) << MODE_SHIFT for key, _ in split.immediate]
-        modes += [key.key_id | int(KeyMode.CLAIM) << MODE_SHIFT for key, _ in split.deferred]
-        modes += [key.key_id | int(KeyMode.FAILED) << MODE_SHIFT for key, _ in split.failed if key is not None]
-        if split.unopened:
-            # Rows that no key took: were the slots only claimed by the others, a later hit would read zeros here.
-            self.counters.lost_steps += 1
-            self._log_lost(batch.runs)
-        else:
-            clones = self._clone_deferred(split)
-            page.sequence = self.session.append(
-                Record(
-                    0,
-                    Kind.SAVE,
-                    page=page.page,
-                    rows=batch.tokens,
-                    unit_runs=batch.runs.ndim == 1,
-                    keys=np.array(modes, np.uint32),
-                    runs=batch.runs,
-                )
-            )
-            if clones:
-                self._add_deferred(batch, clones, page.sequence)
-        if plan.hits:
-            self._gather_behind(plan, batch)
-
-    def _gather_behind(self, plan: StepPlan, batch: Batch) -> None:
-        """Hits that touch this step's slots are gathered (again), now behind the write; so are keys opened now (H6)."""
-        size = self._geometry.block_size
-        with self._lock:
-            planned = self._hits.plan(plan.hits, self._keys.hit_keys())
-        fresh = {id(gather) for _, gather in planned}
-        for hit in self._touched(plan, batch):
-            again = (gather for name, gather in hit.gathers.items() if name in self._keys.open)
-            planned += [(hit, gather) for gather in again if id(gather) not in fresh]
-        if not planned:
-            return
-        if self._deferred.open:
-            blocks = {block for hit, _ in planned for block in hit.blocks}
-            self._guarded(lambda: self._deferred.flush(self._deferred.touching(blocks, size)))
-        self._log_gathers(planned)
-
-    def _spoil(self, plan: StepPlan, batch: Batch) -> None:
-        """Hits on rows of this very step, which is not logged: what was gathered for them is an older tenant's."""
-        for hit in self._touched(plan, batch):
-            for gather in hit.gathers.values():
-                gather.error = DaemonLostError(f"request {hit.req_id} hits rows of a step that the daemon did not get")
-
-    def _touched(self, plan: StepPlan, batch: Batch) -> list[Hit]:
-        """Hits that name a block which this step writes."""
-        if not plan.hits:
-            return []
-        size = self._geometry.block_size
-        written = set((batch.slots() // size).tolist())
-        return [hit for hit in plan.hits if not written.isdisjoint(hit.blocks[hit.low // size :])]
-
-    def _claim_page(self, step_id: int) -> PageUse | None:
-        """A page for a step; None while the daemon is away: the step then keeps its rows for itself.
-
-        Raises:
-            StagingTimeoutError: the house stayed full.
-        """
-        if self.session.away or self.session.has_ended():
-            return None
-        claimed = self._pages.try_claim(step_id)
-        if claimed is not None:
-            return claimed
-        found: list[PageUse] = []
-
-        def ready() -> bool:
-            use = self._pages.try_claim(step_id)
-            if use is not None:
-                found.append(use)
-            return use is not None
-
-        try:
-            self.session.wait(ready, self._claim_timeout_s, "a staging page", self._pages.wait)
-        except DaemonLostError:
-            return None
-        except StageCacheError:
-            if self.session.has_ended():
-                return None
-            raise self._pages.timeout_error(self._claim_timeout_s) from None
-        return found[0]
-
-    def _close_key(self, key: StagedKey) -> None:
-        keys = np.array([key.key_id | int(KeyMode.ROWS) << MODE_SHIFT], np.uint32)
-        # Away, the daemon keeps a pool that nothing will name again.
-        with contextlib.suppress(StageCacheError):
-            self.session.append(Record(0, Kind.CLOSE_KEY, keys=keys))
-
-    # --------------------------------------------------------------- deferred
-
-    def _clone_deferred(self, split: Split) -> list[tuple[StagedKey, torch.Tensor]]:
-        clones = []
-        for key, rows in split.deferred:
-            self._guarded(lambda rows=rows: self._deferred.make_room(rows.numel() * rows.element_size()))
-            clones.append((key, self._device.clone(rows)))
-        return clones
-
-    def _add_deferred(self, batch: Batch, clones: list[tuple[StagedKey, torch.Tensor]], sequence: int) -> None:
-        slots = batch.slots()
-        parts = [
-            (req_id, start, end)
-            for req_id, (start, end) in zip(batch.req_ids, batch.spans(), strict=True)
-            if end > start
-        ]
-        for key, rows in clones:
-            clone = StepClone(key, rows, slots, sequence, 0)
-            self._guarded(lambda clone=clone: self._deferred.add(clone, parts))
-
-    def _claim_flush_page(self, key: StagedKey) -> int:
-        pages = self._flush_pages.get(key.key_id)
-        if pages is None:
-            pages = self._flush_pages[key.key_id] = FlushPages(self._geometry.staging_depth)
-        self.session.wait_consumed(pages.next_free_at, self._claim_timeout_s, f"a flush page of key {key.schema.name}")
-        return pages.take()
-
-    def _flush_logged(self, key: StagedKey, page: int, sequence: int) -> None:
-        self._flush_pages[key.key_id].logged(page, sequence)
-
-    def _guarded(self, action: Any) -> None:
-        """Do something to deferred rows; where the log cannot be reached, the epoch rises later instead."""
-        try:
-            action()
-        except StageCacheError:
-            self._unlogged = True
 
     # ------------------------------------------------------------ materialize
 
@@ -563,7 +337,7 @@ class StageCache:
 
     def _end_step(self, step: SavedStep) -> None:
         if step.page is not None:
-            self._pages.hand_out(step.page)
+            self._saver.pages.hand_out(step.page)
         with self._lock:
             self._hits.release(gather for hit in step.hits.values() for gather in hit.gathers.values())
             self._in_flight.discard(step.step_id)

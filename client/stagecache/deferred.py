@@ -17,7 +17,7 @@ from stagecache.device import CpuDevice
 from stagecache.errors import StageCacheError
 from stagecache.mapping import StagedKey
 from stagecache.writes import Write, WriteState
-from stagecache_wire.records import MODE_SHIFT, KeyMode, Kind, Record
+from stagecache_wire.records import KeyMode, Kind, Record, key_words
 
 
 @dataclass(slots=True)
@@ -152,7 +152,7 @@ class DeferredRows:
             Kind.FLUSH,
             rows=rows,
             unit_runs=True,
-            keys=np.array([key.key_id | int(KeyMode.ROWS) << MODE_SHIFT], np.uint32),
+            keys=key_words((key.key_id, KeyMode.ROWS)),
             runs=slots,
             claims=claims,
         )

@@ -139,7 +139,7 @@ class KeyBook:
             "not opened yet" if key is None else f"opened with {key.schema.dtype} rows of shape {key.schema.row_shape}"
         )
         error = SchemaMismatchError(
-            f"key {name}: {had}, this step brought {found}, where {wanted} were expected; it was not saved in this step.",
+            f"key {name}: {had}, this step brought {found} where {wanted} were expected; not saved in this step.",
             remedy="A model must keep a key's dtype and row shape; declare it global if it is no per-token row.",
         )
         split.failed.append((key, error))

@@ -9,6 +9,7 @@ A worker takes the lock at ``credentials.worker_lock`` before it attaches, and k
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket as sockets
@@ -173,7 +174,8 @@ def _exchange_line(paths: RunPaths, line: bytes, timeout_s: float) -> dict[str, 
         with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as connection:
             connection.settimeout(timeout_s)
             connection.connect(os.fspath(paths.peer_socket))
-            connection.sendall(line)
+            with contextlib.suppress(BrokenPipeError):  # who refuses at once still says why
+                connection.sendall(line)
             while not received.endswith(b"\n"):
                 connection.settimeout(max(deadline - time.monotonic(), 0.001))
                 chunk = connection.recv(_MAX_LINE_BYTES)

@@ -194,13 +194,17 @@ class Session:
             SessionFailedError: the daemon ended the session; the text says why.
             DaemonLostError: away.
         """
-        if self.control.status != layout.STATUS_LIVE:
-            raise self._failure()
+        failure = self.failure()
+        if failure is not None:
+            raise failure
         if self.away:
             raise DaemonLostError("the daemon is away; rows that only it holds cannot be had until it is back")
 
-    def _failure(self) -> SessionFailedError:
+    def failure(self) -> SessionFailedError | None:
+        """Why the daemon ended the session; None while it lives."""
         words = self.control.words
+        if self.control.status == layout.STATUS_LIVE:
+            return None
         if self.control.status == layout.STATUS_ENDED:
             return SessionFailedError("the daemon was stopped and ended this session.", remedy="Restart the worker.")
         return SessionFailedError(
@@ -272,8 +276,9 @@ class Session:
         """Detach: the daemon frees the session's memory."""
         self.watcher.stop()
         try:
-            if not self.away and self.control.status == layout.STATUS_LIVE:
+            if self.control.status == layout.STATUS_LIVE and not self.away:
                 self.log.wait_consumed(self.log.head, drain_s)
+            if self.control.status != layout.STATUS_ENDED and not self.away:
                 self.rpc.detach(RPC_TIMEOUT_S)
         except StageCacheError as error:
             logger.warning("stagecache: detach: %s", error)

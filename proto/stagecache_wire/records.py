@@ -69,6 +69,11 @@ class KeyMode(IntEnum):
     """Refused in this step (K3): claimed and UNKNOWN."""
 
 
+def key_words(*keyed: tuple[int, KeyMode]) -> U32:
+    """The keys section for (key id, mode) pairs: u32 [n]."""
+    return np.array([key_id | int(mode) << MODE_SHIFT for key_id, mode in keyed], np.uint32)
+
+
 class BadRecordError(ValueError):
     """A number of a record lies outside the geometry, or its parts do not fit together."""
 

@@ -35,7 +35,8 @@ SO_PEERPIDFD: Final = 77
 MAX_LINE_BYTES: Final = 4096
 MAX_CONNECTIONS: Final = 64
 ANSWER_TIMEOUT_S: Final = 5.0
-_MAX_GROUPS: Final = 1024
+_MAX_GROUPS: Final = 256
+"""As many as Python's getsockopt reads; of a peer with more, only the primary group counts."""
 
 log = structlog.get_logger()
 
@@ -114,8 +115,9 @@ class PeerServer:
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = writer.get_extra_info("socket")
         try:
+            question = await self._question(reader)
             self._admit(connection)
-            answer = self._answer(await self._question(reader), connection)
+            answer = self._answer(question, connection)
         except Refusal as refusal:
             answer = _refused(refusal)
         except (OSError, asyncio.CancelledError):

@@ -7,16 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.model.daemon import running_daemon
 from tests.model.reference import ReferenceCache
 from tests.model.steps import Cache, Rules
 from tests.rules.builder import Stage
-
-
-@pytest.fixture(scope="session")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with running_daemon(tmp_path_factory.mktemp("daemon")) as running:
-        yield running
 
 
 @pytest.fixture(params=["reference", "daemon"])

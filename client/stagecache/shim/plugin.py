@@ -21,7 +21,13 @@ V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
 V2_RUNNER = "vllm.v1.worker.gpu.model_runner"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 ENGINE_CORE = "vllm.v1.engine.core"
-WATCHED = (V1_RUNNER, V2_RUNNER, SCHEDULER, ENGINE_CORE)
+#: vLLM-Omni's: the mixin that builds its prefix cache, and the runners whose KV cache is laid out.
+OMNI = (
+    "vllm_omni.core.prefix_cache.runner_mixin",
+    "vllm_omni.worker.gpu_model_runner",
+    "vllm_omni.platforms.npu.worker.npu_model_runner",
+)
+WATCHED = (V1_RUNNER, V2_RUNNER, SCHEDULER, ENGINE_CORE, *OMNI)
 
 
 def register() -> None:
@@ -52,6 +58,10 @@ def _patch(module: ModuleType) -> None:
         from stagecache.shim.vllm import patch_v1_runner
 
         patch_v1_runner(module)
+    elif module.__name__ in OMNI:
+        from stagecache.shim.omni.patch import apply
+
+        apply(module)
     else:
         from stagecache.shim.vllm import refuse_v2_runner
 

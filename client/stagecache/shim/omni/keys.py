@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from stagecache.errors import StageCacheError
 from stagecache.policy import HIDDEN_KEY
 from stagecache.shim.omni.errors import StageKeysError, as_omni
 from stagecache_wire.geometry import DTYPE_BYTES, BadGeometryError, KeySchema
@@ -43,7 +44,7 @@ def parse_keys(text: str) -> list[KeySchema]:
     return list(keys.values())
 
 
-def _refused(message: str) -> Exception:
+def _refused(message: str) -> StageCacheError:
     known = ", ".join(DTYPE_BYTES)
     return as_omni(StageKeysError(message, remedy=f'Write it as in "codes.audio:int64:16"; dtypes are {known}.'))
 

@@ -105,7 +105,8 @@ class SidecarPrefixCacheManager:
                 split_lists=False,
             )
         except StageCacheError as error:
-            raise as_omni(error) from error.__cause__
+            as_omni(error)
+            raise
 
     def bind(self, view: Any) -> None:
         """Read this group view; where the manager was attached before the input batch was there."""
@@ -136,7 +137,8 @@ class SidecarPrefixCacheManager:
         try:
             self.cache.new_step_starts(output)
         except StageCacheError as error:
-            raise as_omni(error) from error.__cause__
+            as_omni(error)
+            raise
 
     def save_outputs(
         self,
@@ -163,7 +165,8 @@ class SidecarPrefixCacheManager:
                 num_tokens_padded=num_tokens_padded,
             )
         except StageCacheError as error:
-            raise as_omni(error) from error.__cause__
+            as_omni(error)
+            raise
 
     def materialize(self, step_id: int, req_ids: list[str]) -> Any:
         """Merged outputs of a saved step for some or all of its requests, as vLLM-Omni's ``StageCacheOutputs``.
@@ -176,9 +179,11 @@ class SidecarPrefixCacheManager:
             hidden, mm = self.cache.materialize(step_id, req_ids)
         except UnknownRequestError as error:
             self.cache.discard_step(step_id)  # vLLM-Omni's manager consumes the step here too
-            raise as_omni(error) from error.__cause__
+            as_omni(error)
+            raise
         except StageCacheError as error:
-            raise as_omni(error) from error.__cause__
+            as_omni(error)
+            raise
         return self._outputs(hidden or None, mm)
 
     def discard_step(self, step_id: int) -> None:
@@ -190,7 +195,8 @@ class SidecarPrefixCacheManager:
         try:
             self.cache.discard_step(step_id)
         except StageCacheError as error:
-            raise as_omni(error) from error.__cause__
+            as_omni(error)
+            raise
 
     def shutdown(self) -> None:
         """Detach; the daemon frees the session's memory. Rows handed out stay good. Twice does nothing."""

@@ -59,18 +59,20 @@ class OmniBatchView:
         Raises:
             SlotMismatchError: the slots of a request do not follow its positions.
         """
-        if self._batch is not None:
+        if self._batch is not None or self._bind_layout(layout):
             return
-        group_view = getattr(layout, "group_view", None)
-        if group_view is not None:
-            self.bind(group_view)
-            if self._batch is not None:
-                return
         if layout.slots_cpu is None:
             raise SlotMismatchError("the write layout has no slots.")
         ids = [write.req_id for write in layout.writes]
         counts = [write.row_end - write.row_start for write in layout.writes]
         self._read = (ids, *self._from_slots(ids, counts, _as_array(layout.slots_cpu)))
+
+    def _bind_layout(self, layout: Any) -> bool:
+        """Bind the group view that a layout names; whether there is an input batch behind it."""
+        group_view = getattr(layout, "group_view", None)
+        if group_view is not None:
+            self.bind(group_view)
+        return self._batch is not None
 
     def req_ids(self) -> list[str]:
         """Request ids in batch order."""

@@ -1,0 +1,60 @@
+"""Steps that the daemon did not get, and the new epochs that follow from them (R5, W8).
+
+A step that was scheduled published its blocks' hashes, whatever becomes of its rows. Its slots are logged LOST; where
+even that cannot be logged, a new epoch begins before anything else is, so that no older tenant's row is ever read.
+"""
+
+from __future__ import annotations
+
+from stagecache.counters import Counters
+from stagecache.deferred import DeferredRows
+from stagecache.errors import StageCacheError
+from stagecache.session import Session
+from stagecache.slots import Runs, count_slots
+from stagecache_wire.records import Kind, Record
+
+
+class Epochs:
+    """Lost steps and resets of one session. Engine thread only.
+
+    unlogged: something was written that the log does not know; the next record must be a RESET.
+    """
+
+    def __init__(self, session: Session, deferred: DeferredRows, counters: Counters) -> None:
+        self.unlogged = False
+        self._session = session
+        self._deferred = deferred
+        self._counters = counters
+
+    def lose(self, runs: Runs) -> None:
+        """Make the slots of a step UNKNOWN for every key, by a record without rows (W8)."""
+        if not len(runs):
+            return
+        self._counters.lost_steps += 1
+        try:
+            self._session.append(Record(0, Kind.LOST, rows=count_slots(runs), unit_runs=runs.ndim == 1, runs=runs))
+        except StageCacheError:
+            self.unlogged = True
+
+    def catch_up(self) -> None:
+        """After an outage, or on an operator's wish, begin a new epoch before anything else is logged."""
+        session = self._session
+        if session.away and not session.returned():
+            return
+        cause = session.watcher.reset_cause
+        if cause is not None or self.unlogged:
+            session.watcher.reset_cause = None
+            self.reset()
+
+    def reset(self) -> int:
+        """Begin a new epoch: nothing saved before is readable after (R5). Returns the epoch."""
+        self._deferred.drop_all()
+        try:
+            self._session.append(Record(0, Kind.RESET, rows=self._session.epoch + 1))
+        except StageCacheError:
+            self.unlogged = True
+            return self._session.epoch
+        self.unlogged = False
+        self._session.epoch += 1
+        self._counters.resets += 1
+        return self._session.epoch

@@ -1,0 +1,273 @@
+"""Keeps a step's outputs: a page, one SAVE record, and the gathers that belong behind it (W1 to W3, W7, H6)."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from stagecache.batch import Batch
+from stagecache.counters import Counters
+from stagecache.deferred import DeferredRows, StepClone
+from stagecache.device import CpuDevice
+from stagecache.epochs import Epochs
+from stagecache.errors import DaemonLostError, StageCacheError
+from stagecache.hits import Gather, Hit, HitReader
+from stagecache.keys import KeyBook, Split
+from stagecache.leftovers import snapshot
+from stagecache.mapping import StagedKey
+from stagecache.merge import SavedStep
+from stagecache.pages import FlushPages, PageUse, StepPages
+from stagecache.planner import StepPlan
+from stagecache.session import Session
+from stagecache.writes import Write, WriteState
+from stagecache_wire.records import KeyMode, Kind, Record, key_words
+
+
+class StepSaver:
+    """Writes steps to pages and log. Engine thread only; ``lock`` is the cache's, taken for its tables alone."""
+
+    def __init__(
+        self,
+        session: Session,
+        keys: KeyBook,
+        hits: HitReader,
+        counters: Counters,
+        lock: threading.Lock,
+        device: CpuDevice,
+        *,
+        claim_timeout_s: float,
+        merge_timeout_s: float,
+        gpu_staging_bytes: int,
+        split_lists: bool,
+    ) -> None:
+        self.session = session
+        self.keys = keys
+        self.hits = hits
+        self.counters = counters
+        self.pages = StepPages(session.geometry.staging_depth, session.log)
+        self.deferred = DeferredRows(
+            gpu_staging_bytes, device, self._claim_flush_page, session.append, self._flush_logged
+        )
+        self.epochs = Epochs(session, self.deferred, counters)
+        self._lock = lock
+        self._device = device
+        self._block_size = session.geometry.block_size
+        self._claim_timeout_s = claim_timeout_s
+        self._merge_timeout_s = merge_timeout_s
+        self._split_lists = split_lists
+        self._flush_pages: dict[int, FlushPages] = {}
+
+    def begin_hits(self, hits: list[Hit]) -> None:
+        """Gather hits on rows that are there already, while the forward runs; open deferred rows go first (W3)."""
+        self.counters.hits += len(hits)
+        self.counters.hit_rows += sum(hit.rows for hit in hits)
+        self._flush_touched(hits)
+        with self._lock:
+            planned = self.hits.plan(hits, self.keys.hit_keys())
+        self._log_gathers(planned)
+
+    def flush_ended(self, req_ids: list[str]) -> None:
+        """Requests finished or were preempted: what they have open is written (R1)."""
+        if self.deferred.open:
+            self._guarded(partial(self.deferred.flush, req_ids))
+
+    def _flush_touched(self, hits: list[Hit]) -> None:
+        if self.deferred.open:
+            blocks = {block for hit in hits for block in hit.blocks}
+            touched = self.deferred.touching(blocks, self._block_size)
+            self._guarded(partial(self.deferred.flush, touched))
+
+    def _log_gathers(self, planned: list[tuple[Hit, Gather]]) -> None:
+        """Log gathers as records of their own; what cannot be logged is an error of that hit."""
+        for record, part in self.hits.records(planned):
+            try:
+                self.hits.logged(part, self.session.append(record))
+            except StageCacheError as error:
+                for _, gather in part:
+                    gather.error = error
+        self.hits.spill(planned, self._merge_timeout_s)
+
+    def save(
+        self,
+        step_id: int,
+        plan: StepPlan,
+        batch: Batch,
+        hidden: torch.Tensor | None,
+        outputs: Mapping[str, Any],
+        padded: int,
+    ) -> SavedStep:
+        """Keep a step's outputs; whatever fails leaves no page behind (W7).
+
+        Raises:
+            StagingTimeoutError: no page became free (W2).
+        """
+        n = batch.tokens
+        split = self.keys.split(hidden, outputs, n, padded, len(batch.req_ids))
+        for key in split.demoted:
+            self._close_key(key)
+        local = {name: self._device.to_host(rows) for name, rows, _ in split.unopened}
+        local.update({key.schema.name: self._device.to_host(rows) for key, rows in split.deferred})
+        leftover = {name: snapshot(value, self._device) for name, value in split.leftover.items()}
+        write = Write(f"step {step_id}")
+        page = self._claim_page(step_id)
+        staged: list[StagedKey] = []
+        try:
+            if page is None:
+                self.counters.local_steps += 1
+                self.epochs.unlogged = self.epochs.unlogged or n > 0
+                self._spoil(plan, batch)
+                local.update({key.schema.name: self._device.to_host(rows) for key, rows in split.immediate})
+            else:
+                write.advance(WriteState.QUEUED)
+                write.advance(WriteState.COPYING)
+                for key, rows in split.immediate:
+                    self._device.stage(key.pages[page.page][:n], rows)
+                    staged.append(key)
+                if n:
+                    self._log_step(plan, batch, split, page)
+                write.advance(WriteState.HOST_READY, sequence=page.sequence)
+        except BaseException as error:
+            write.advance(WriteState.FAILED, cause=str(error))
+            if page is not None:
+                self.pages.hand_out(page)
+            raise
+        return SavedStep(
+            step_id,
+            batch,
+            page,
+            staged,
+            local,
+            leftover,
+            {hit.req_id: hit for hit in plan.hits},
+            [error for _, error in split.failed],
+            self.keys.policy.needs_full_hidden_states and (hidden is not None or (n == 0 and bool(plan.hits))),
+            self._split_lists,
+            dict(self.keys.open),
+        )
+
+    def _log_step(self, plan: StepPlan, batch: Batch, split: Split, page: PageUse) -> None:
+        """The SAVE record, and the gathers that belong behind it."""
+        keyed = [(key.key_id, KeyMode.ROWS) for key, _ in split.immediate]
+        keyed += [(key.key_id, KeyMode.CLAIM) for key, _ in split.deferred]
+        keyed += [(key.key_id, KeyMode.FAILED) for key, _ in split.failed if key is not None]
+        if split.unopened:
+            # Rows that no key took: were the slots only claimed by the others, a later hit would read zeros here.
+            self.epochs.lose(batch.runs)
+        else:
+            clones = self._clone_deferred(split)
+            page.sequence = self.session.append(
+                Record(
+                    0,
+                    Kind.SAVE,
+                    page=page.page,
+                    rows=batch.tokens,
+                    unit_runs=batch.runs.ndim == 1,
+                    keys=key_words(*keyed),
+                    runs=batch.runs,
+                )
+            )
+            if clones:
+                self._add_deferred(batch, clones, page.sequence)
+        if plan.hits:
+            self._gather_behind(plan, batch)
+
+    def _gather_behind(self, plan: StepPlan, batch: Batch) -> None:
+        """Hits that touch this step's slots are gathered (again), now behind the write; so are keys opened now (H6)."""
+        with self._lock:
+            planned = self.hits.plan(plan.hits, self.keys.hit_keys())
+        fresh = {id(gather) for _, gather in planned}
+        for hit in self._touched(plan, batch):
+            again = (gather for name, gather in hit.gathers.items() if name in self.keys.open)
+            planned += [(hit, gather) for gather in again if id(gather) not in fresh]
+        if not planned:
+            return
+        self._flush_touched([hit for hit, _ in planned])
+        self._log_gathers(planned)
+
+    def _spoil(self, plan: StepPlan, batch: Batch) -> None:
+        """Hits on rows of this very step, which is not logged: what was gathered for them is an older tenant's."""
+        for hit in self._touched(plan, batch):
+            lost = DaemonLostError(f"request {hit.req_id} hits rows of a step that the daemon did not get")
+            for gather in hit.gathers.values():
+                gather.error = self.session.failure() or lost
+
+    def _touched(self, plan: StepPlan, batch: Batch) -> list[Hit]:
+        """Hits that name a block which this step writes."""
+        if not plan.hits:
+            return []
+        size = self._block_size
+        written = set((batch.slots() // size).tolist())
+        return [hit for hit in plan.hits if not written.isdisjoint(hit.blocks[hit.low // size :])]
+
+    def _claim_page(self, step_id: int) -> PageUse | None:
+        """A page for a step; None while the daemon is away: the step then keeps its rows for itself.
+
+        Raises:
+            StagingTimeoutError: the house stayed full.
+        """
+        if self.session.away or self.session.has_ended():
+            return None
+        claimed = self.pages.try_claim(step_id)
+        if claimed is not None:
+            return claimed
+        found: list[PageUse] = []
+
+        def ready() -> bool:
+            use = self.pages.try_claim(step_id)
+            if use is not None:
+                found.append(use)
+            return use is not None
+
+        try:
+            self.session.wait(ready, self._claim_timeout_s, "a staging page", self.pages.wait)
+        except DaemonLostError:
+            return None
+        except StageCacheError:
+            if self.session.has_ended():
+                return None
+            raise self.pages.timeout_error(self._claim_timeout_s) from None
+        return found[0]
+
+    def _close_key(self, key: StagedKey) -> None:
+        # Away, the daemon keeps a pool that nothing will name again.
+        with contextlib.suppress(StageCacheError):
+            self.session.append(Record(0, Kind.CLOSE_KEY, keys=key_words((key.key_id, KeyMode.ROWS))))
+
+    def _clone_deferred(self, split: Split) -> list[tuple[StagedKey, torch.Tensor]]:
+        clones = []
+        for key, rows in split.deferred:
+            self._guarded(partial(self.deferred.make_room, rows.numel() * rows.element_size()))
+            clones.append((key, self._device.clone(rows)))
+        return clones
+
+    def _add_deferred(self, batch: Batch, clones: list[tuple[StagedKey, torch.Tensor]], sequence: int) -> None:
+        slots = batch.slots()
+        parts = [
+            (req_id, start, end)
+            for req_id, (start, end) in zip(batch.req_ids, batch.spans(), strict=True)
+            if end > start
+        ]
+        for key, rows in clones:
+            self._guarded(partial(self.deferred.add, StepClone(key, rows, slots, sequence, 0), parts))
+
+    def _claim_flush_page(self, key: StagedKey) -> int:
+        pages = self._flush_pages.get(key.key_id)
+        if pages is None:
+            pages = self._flush_pages[key.key_id] = FlushPages(self.session.geometry.staging_depth)
+        self.session.wait_consumed(pages.next_free_at, self._claim_timeout_s, f"a flush page of key {key.schema.name}")
+        return pages.take()
+
+    def _flush_logged(self, key: StagedKey, page: int, sequence: int) -> None:
+        self._flush_pages[key.key_id].logged(page, sequence)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """Do something to deferred rows; where the log cannot be reached, a new epoch begins later instead."""
+        try:
+            action()
+        except StageCacheError:
+            self.epochs.unlogged = True

@@ -1,0 +1,145 @@
+"""A runner of vLLM-Omni and its sidecar manager: when it attaches, under which name, and what happens where it cannot.
+
+The worker attaches as soon as its KV cache is laid out, so that no request pays for it, and only where vLLM-Omni's own
+gate (``stage_prefix_cache_config``) staged a cache and ours (``stagecache.gates``) agrees: pooling stages and other
+pipeline ranks than the last never do. Each tensor-parallel rank of the last one attaches, since each postprocesses
+merged rows; ``stagecache status`` shows the session, and its memory, of each.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from stagecache.errors import AttachError, StageCacheError
+from stagecache.gates import check_stage
+from stagecache.policy import ModelCachePolicy
+from stagecache.shim.omni.errors import as_omni
+from stagecache.shim.omni.keys import hidden_key_of
+from stagecache.shim.omni.manager import SidecarPrefixCacheManager
+from stagecache.shim.scheduler import stage_name
+from stagecache_wire.geometry import BadGeometryError, KeySchema
+
+logger = logging.getLogger("vllm.stagecache")
+
+_ATTRIBUTE = "_stagecache_prepared"
+
+
+@dataclass
+class Prepared:
+    """What was decided for a runner when its KV cache was laid out.
+
+    config: the staged ``PrefixCacheConfig`` that it was decided for. manager: None where the stage falls back.
+    """
+
+    config: Any
+    manager: SidecarPrefixCacheManager | None
+
+
+def prepare(runner: Any) -> Prepared | None:
+    """Attach a runner whose KV cache was laid out and whose cache is staged; None where it has no cache.
+
+    Doing it again attaches anew where the staged configuration is another one.
+
+    Raises:
+        GateRefusal: the stage's settings cannot be served; an ``OmniPrefixCacheUnmatchError`` too.
+        AttachError: the daemon cannot be had, and STAGECACHE_REQUIRED is 1.
+    """
+    from vllm.distributed.parallel_state import get_pp_group
+
+    config = getattr(runner, "_omni_prefix_cache_cfg", None)
+    before: Prepared | None = runner.__dict__.get(_ATTRIBUTE)
+    if before is not None and before.config is config:
+        return before
+    if before is not None:
+        _let_go(runner, before)
+    if config is None or not get_pp_group().is_last_rank or not os.environ.get("STAGECACHE_SOCKET"):
+        return None
+    try:
+        facts = check_stage(runner.vllm_config, runner.kv_cache_config, block_table=_block_table(runner))
+    except StageCacheError as error:
+        as_omni(error)
+        raise
+    if facts is None:
+        return None
+    prepared = Prepared(config, _attach(runner, config))
+    runner.__dict__[_ATTRIBUTE] = prepared
+    return prepared
+
+
+def take(runner: Any) -> SidecarPrefixCacheManager | None:
+    """The manager that was made for a runner's staged cache, attached now where that was not done; None: fall back."""
+    prepared = prepare(runner)
+    return None if prepared is None else prepared.manager
+
+
+def _let_go(runner: Any, prepared: Prepared) -> None:
+    """The KV cache was laid out anew: whatever the old manager holds is void."""
+    runner.__dict__.pop(_ATTRIBUTE, None)
+    manager = prepared.manager
+    if manager is not None:
+        if getattr(runner, "omni_prefix_cache", None) is manager:
+            runner.omni_prefix_cache = None
+        manager.shutdown()
+
+
+def _block_table(runner: Any) -> Any:
+    batch = getattr(runner, "input_batch", None)
+    return None if batch is None else batch.block_table[0]
+
+
+def _attach(runner: Any, config: Any) -> SidecarPrefixCacheManager | None:
+    model_config = runner.model_config
+    stage = stage_name(runner.vllm_config)
+    policy = runner._omni_cache_policy
+    try:
+        manager = SidecarPrefixCacheManager(
+            config,
+            model=str(model_config.model),
+            stage=stage,
+            rank=_tp_rank(),
+            keys=_model_keys(model_config, policy),
+            policy=ModelCachePolicy(
+                policy.needs_full_hidden_states,
+                policy.deferred_keys,
+                dict(getattr(runner.model, "prefix_cache_key_roles", None) or {}),
+            ),
+        )
+    except AttachError as error:
+        if os.environ.get("STAGECACHE_REQUIRED") == "1":
+            raise
+        logger.warning(
+            "stagecache: stage %s falls back to vLLM-Omni's in-process prefix cache. Socket %s: %s",
+            stage,
+            os.environ["STAGECACHE_SOCKET"],
+            error,
+        )
+        return None
+    geometry = manager.cache.session.geometry
+    logger.info(
+        "stagecache: stage %s attached as session %s, %d blocks of %d, keys %s",
+        stage,
+        manager.cache.session.session_id,
+        geometry.num_blocks,
+        geometry.block_size,
+        [key.schema.name for key in manager.cache.session.keys],
+    )
+    return manager
+
+
+def _model_keys(model_config: Any, policy: Any) -> list[KeySchema]:
+    """Keys that are known before the first step: the hidden states, where the model wants them whole."""
+    if not policy.needs_full_hidden_states:
+        return []
+    try:
+        return [hidden_key_of(model_config).checked()]
+    except (BadGeometryError, AttributeError, KeyError):
+        return []
+
+
+def _tp_rank() -> int:
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return int(get_tp_group().rank_in_group)
