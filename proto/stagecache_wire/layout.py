@@ -45,10 +45,16 @@ H_TOTAL_BYTES = 12
 # Worker words (one page further).
 W_BASE = PAGE // WORD
 W_HEAD = W_BASE + 0
-W_STEPS = W_BASE + 8
-"""Figures that the worker exports; folded into metrics at scrape."""
-W_PHASE_NS = W_BASE + 16
-"""Engine-thread nanoseconds by phase: begin, save, materialize."""
+W_FIGURES = W_BASE + 8
+"""Figures that the worker exports (``figures.Worker``); folded into metrics at scrape."""
+W_STEPS = W_FIGURES
+W_TIMES = W_BASE + 128
+"""Ring of ``TIME_ENTRIES`` words: time.monotonic_ns() at which a record was published."""
+W_TRACES = W_BASE + 256
+"""Ring of ``TRACE_ENTRIES`` entries of four words, written only while tracing is on: sequence, trace id (low, high),
+span id."""
+TIME_ENTRIES = 128
+TRACE_ENTRIES = 64
 
 # Daemon words (another page further).
 D_BASE = 2 * PAGE // WORD
@@ -60,6 +66,8 @@ D_FAIL_SEQUENCE = D_BASE + 11
 D_EPOCH = D_BASE + 12
 D_EPOCH_SEQUENCE = D_BASE + 13
 """Slots whose last writer is not younger than this record are of an older epoch (R5)."""
+D_FIGURES = D_BASE + 16
+"""Figures that the daemon counts (``figures.Daemon``)."""
 D_SPANS = D_BASE + 16
 D_SPAN_ROWS = D_BASE + 17
 D_UNKNOWN_ROWS = D_BASE + 18

@@ -8,7 +8,7 @@ hundreds of deaths. The line holds
     socket, log    paths
     plan           what becomes of each daemon: {"point": NAME, "visit": N} or {"after_s": SECONDS}
     hold_s         longest pause between a death and the next start, drawn anew each time: the worker runs ahead in it
-    seed, mutant   of the pauses; name of a consumer out of tests.crash.mutants, or ""
+    seed, mutant   of the pauses; name of a consumer out of tests.crash.mutant_consumers, or ""
 
 Events go to stdout, one JSON line each: ``killing`` (with the visits of each point so far), ``died``, ``planned`` when
 the last planned death has happened and a daemon without plan was started, ``visits`` when that one was stopped.
@@ -26,6 +26,7 @@ import sys
 import time
 from typing import Any
 
+from tests.crash.mutant_consumers import CONSUMERS
 from tests.crash.points import Plan, killing, printer, tear_stores
 
 from stagecached import config, daemon, logs
@@ -46,11 +47,7 @@ def become_daemon(setup: dict[str, Any], item: dict[str, Any]) -> None:
     status = 1
     try:
         plan = Plan(item.get("point", ""), item.get("visit", 0), report)
-        base = Consumer
-        if setup["mutant"]:
-            from tests.crash import mutants
-
-            base = mutants.BY_NAME[setup["mutant"]].consumer
+        base = CONSUMERS[setup["mutant"]] if setup["mutant"] else Consumer
         tear_stores(plan)
         settings = config.load(["--socket", setup["socket"], "--memory-budget", "1GiB", "--log-level", "warning"])
         logs.configure(settings.log_format, settings.log_level)

@@ -138,9 +138,7 @@ class Load:
             self.workload.was_lost(step)
             self._unsaved = step
             return
-        if self._before_new_key is not None and any(
-            name not in KINDS and name != step.leftover for name in step.rows
-        ):
+        if self._before_new_key is not None and any(name not in KINDS and name != step.leftover for name in step.rows):
             self._before_new_key(self)
         live = {key: tensor_of(KINDS.get(key, PASSING), rows) for key, rows in step.rows.items()}
         n = step.tokens
@@ -188,7 +186,11 @@ class Load:
     def _difference(self, entry: Open, key: str, req_id: str, expected: bytes, found: bytes) -> str:
         size = KINDS.get(key, PASSING).row_bytes
         part = next(part for part in entry.step.parts if part.req_id == req_id)
-        wrong = [at for at in range(0, max(len(expected), len(found)), size) if expected[at : at + size] != found[at : at + size]]
+        wrong = [
+            at
+            for at in range(0, max(len(expected), len(found)), size)
+            if expected[at : at + size] != found[at : at + size]
+        ]
         return (
             f"step {entry.step_id} of {self.steps}, {key} of {req_id} (hit {part.hit}, blocks {part.blocks}, "
             f"@{part.first}+{part.count}): {len(expected) // size} rows expected, {len(found) // size} given, wrong at "

@@ -56,7 +56,11 @@ class Supervisor:
         self._reader.start()
 
     def __enter__(self) -> Supervisor:
-        wait_until(self.serves, "a daemon that serves", 20.0)
+        try:
+            wait_until(self.serves, "a daemon that serves", 20.0)
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def __exit__(

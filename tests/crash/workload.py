@@ -183,7 +183,9 @@ class Workload:
         written = {slot for part in step.parts for slot in part.slots(size, part.first, part.first + part.count)}
 
         def is_good(block: int) -> bool:
-            return self.oracle.readable(slot for slot in range(block * size, block * size + size) if slot not in written)
+            return self.oracle.readable(
+                slot for slot in range(block * size, block * size + size) if slot not in written
+            )
 
         good = [block for block in sorted(self._full) if is_good(block)]
         hit = rng.sample(good, min(len(good), rng.choice((0, 1, 1, 2, 3))))
