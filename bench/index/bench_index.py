@@ -28,29 +28,33 @@ from measure import Comparison, Scaling, compare
 from scaling import SIZES, scale
 
 
-def _verdict(met: bool, promise: str) -> str:
-    return f"  {'ok' if met else 'MISSED'}, {promise}"
+def _verdict(met: bool, sign: str, promise: float | None) -> str:
+    return "" if promise is None else f"  {'ok' if met else 'MISSED'}, {sign} {promise:g}"
 
 
 def render(comparisons: Sequence[Comparison], scalings: Sequence[Scaling]) -> str:
     """Two tables: us a case on both sides, and ns a block by pool size."""
-    lines = [f"{'µs a case':<40}{'items':>9}{'ours':>30}{'vLLM':>32}{'vLLM / ours':>21}"]
-    for case in comparisons:
-        lines.append(
-            f"{case.name:<40}{case.items:>9,}{case.ours_us.text(0):>30}{case.peer_us.text(0):>32}"
-            f"{case.ratio.text(2):>21}" + ("" if case.at_least is None else _verdict(case.met, f">= {case.at_least:g}"))
-        )
     sizes = list(scalings[0].ns_per_block)
-    lines += ["", f"{'ns a block, by blocks in the pool':<40}" + "".join(f"{size:>21,}" for size in sizes)]
-    lines[-1] += f"{'largest / smallest':>21}"
-    for operation in scalings:
-        lines.append(
-            f"{operation.name:<40}"
-            + "".join(f"{operation.ns_per_block[size].text(0):>21}" for size in sizes)
-            + f"{operation.growth.text(2):>21}"
-            + ("" if operation.at_most is None else _verdict(operation.met, f"<= {operation.at_most:g}"))
-        )
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            f"{'µs a case':<40}{'items':>9}{'ours':>30}{'vLLM':>32}{'vLLM / ours':>21}",
+            *(
+                f"{case.name:<40}{case.items:>9,}{case.ours_us.text(0):>30}{case.peer_us.text(0):>32}"
+                f"{case.ratio.text(2):>21}{_verdict(case.met, '>=', case.at_least)}"
+                for case in comparisons
+            ),
+            "",
+            f"{'ns a block, by blocks in the pool':<40}"
+            + "".join(f"{size:>21,}" for size in sizes)
+            + f"{'largest / smallest':>21}",
+            *(
+                f"{operation.name:<40}"
+                + "".join(f"{operation.ns_per_block[size].text(0):>21}" for size in sizes)
+                + f"{operation.growth.text(2):>21}{_verdict(operation.met, '<=', operation.at_most)}"
+                for operation in scalings
+            ),
+        ]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ deque, which the next allocation empties.
 from __future__ import annotations
 
 import bisect
+import time
 import weakref
 from collections import deque
 from dataclasses import dataclass
@@ -40,13 +41,13 @@ class Arena:
         self.usable = usable
         self._free: list[tuple[int, int]] = [(0, usable)]
         self._released: deque[Extent] = deque()
-        self._leases: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
+        self._leases: dict[int, tuple[weakref.ref[NDArray[np.uint8]], int]] = {}
         self.used_bytes = 0
         self.leased_bytes = 0
 
     def allocate(self, size: int) -> Extent | None:
         """An extent of ``size`` bytes at a multiple of 64, or None where none is free."""
-        self._collect()
+        self.collect()
         need = max(ALIGN, (size + ALIGN - 1) // ALIGN * ALIGN)
         for index, (offset, length) in enumerate(self._free):
             if length >= need:
@@ -75,7 +76,7 @@ class Arena:
 
     def may_lease(self, extent: Extent) -> bool:
         """Whether a tensor may hold the extent: held ones take half of the arena at most, the rest is for steps."""
-        self._collect()
+        self.collect()
         return self.leased_bytes + extent.size <= self.usable // 2
 
     def lease(self, extent: Extent) -> NDArray[np.uint8]:
@@ -86,17 +87,29 @@ class Arena:
         def on_collected(_: object) -> None:
             released.append(extent)
 
-        self._leases[extent.offset] = weakref.ref(array, on_collected)
+        self._leases[extent.offset] = (weakref.ref(array, on_collected), time.monotonic_ns())
         self.leased_bytes += extent.size
         return array
 
     @property
     def leases(self) -> int:
         """Extents held by tensors now."""
-        self._collect()
+        self.collect()
         return len(self._leases)
 
-    def _collect(self) -> None:
+    def oldest_lease(self) -> tuple[int, int]:
+        """Number of leases, and time.monotonic_ns() at which the oldest began (0: there is none); as last collected."""
+        for _, began in self._leases.values():
+            return len(self._leases), began
+        return 0, 0
+
+    @property
+    def has_released(self) -> bool:
+        """Whether leases ended that were not collected yet."""
+        return bool(self._released)
+
+    def collect(self) -> None:
+        """Take back what finalizers released."""
         while self._released:
             extent = self._released.popleft()
             self._leases.pop(extent.offset, None)

@@ -81,7 +81,7 @@ class BatchReader:
                 remedy="Attach with staging_capacity_tokens of the engine's max_num_batched_tokens.",
             )
         size = len(ids)
-        first = np.asarray(self._view.num_computed()[:size], np.int64)
+        first = np.array(self._view.num_computed()[:size], np.int64)  # a copy: the live array goes on
         decode = tokens == size == len(scheduled) and min(scheduled.values(), default=1) == 1
         if decode and not all(map(scheduled.__contains__, ids)):
             decode = False

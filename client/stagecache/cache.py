@@ -34,6 +34,7 @@ from stagecache.batch import BatchReader, scheduled_runs, start_positions
 from stagecache.counters import Counters
 from stagecache.device import CpuDevice, clone_rows
 from stagecache.errors import DaemonLostError, StageCacheError, StepConsumedError, UnknownRequestError
+from stagecache.export import Exporter
 from stagecache.hits import Hit, HitReader
 from stagecache.keys import KeyBook
 from stagecache.merge import SavedStep, assemble, windows
@@ -91,6 +92,7 @@ class StageCache:
             gpu_staging_bytes=gpu_staging_bytes,
             split_lists=split_lists,
         )
+        self._export = Exporter(session, self.counters, self._arena, self._saver.deferred, self._hits, self._lock)
         self._steps: dict[int, SavedStep] = {}
         self._in_flight: set[int] = set()
         self._next_step_id = 1
@@ -198,7 +200,9 @@ class StageCache:
         Rows of hits that were gathered before stay good; steps saved before may still be materialized.
         """
         logger.info("stagecache: new epoch of stage %s: %s", self.session.stage, cause or "asked for")
-        return self._saver.epochs.reset()
+        epoch = self._saver.epochs.reset()
+        self._export.refresh(len(self._steps))
+        return epoch
 
     # ------------------------------------------------------------------- save
 
@@ -229,9 +233,10 @@ class StageCache:
             step = self._saver.save(
                 self._next_step_id, plan, batch, hidden_states, multimodal_outputs or {}, num_tokens_padded
             )
-        except BaseException:
+        except BaseException as error:
             self.counters.refused_saves += 1
             self._lose(plan)
+            self._export.refused(error, len(self._steps))
             raise
         with self._lock:
             self._next_step_id += 1
@@ -239,6 +244,7 @@ class StageCache:
         self.counters.steps += 1
         self.counters.computed_rows += batch.tokens
         self.counters.phase_ns["save"] += time.perf_counter_ns() - begun
+        self._export.saved(step, len(self._steps))
         return step.step_id
 
     # ------------------------------------------------------------ materialize
@@ -274,10 +280,14 @@ class StageCache:
             outputs = assemble(step, wanted, clipped, self._read_hit, self._hand_out)
             with self._lock:
                 self._delivered(step, wanted, clipped)
+        except BaseException as error:
+            self._export.failed(error, len(self._steps))
+            raise
         finally:
             self._end_step(step)
         self.counters.materialized += 1
         self.counters.phase_ns["materialize"] += time.perf_counter_ns() - begun
+        self._export.handed_out(step, wanted, len(self._steps), self._next_step_id - 1)
         return outputs
 
     def discard_step(self, step_id: int) -> None:
@@ -292,6 +302,7 @@ class StageCache:
                 raise self._consumed_error(step_id)
         self._end_step(step)
         self.counters.discarded += 1
+        self._export.refresh(len(self._steps))
 
     def _consumed_error(self, step_id: int) -> StepConsumedError:
         return StepConsumedError(
@@ -319,6 +330,8 @@ class StageCache:
     def _read_hit(self, hit: Hit, name: str, needed: tuple[int, int]) -> torch.Tensor:
         gather = hit.gathers.get(name)
         if gather is None:
+            if name in self._keys.refused:
+                raise self._keys.refused[name]
             raise DaemonLostError(f"request {hit.req_id}: key {name} has no rows of its hit at the daemon")
         return self._hits.read(hit, gather, needed, self._merge_timeout_s)
 

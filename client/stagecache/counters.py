@@ -12,7 +12,7 @@ class Counters:
     steps: saves that gave a step id. lost_steps: steps whose slots became UNKNOWN. local_steps: steps that were not
     logged, since the daemon was away. hits: requests that had a hit span. hit_rows, computed_rows: hidden rows (or
     positions, where hidden is not kept) of hits and of steps. copied_extents: merges handed out as copies, because
-    tensors held too much of the arena.
+    tensors held too much of the arena. unopened: outputs whose key could not be opened, so that they were not kept.
     """
 
     steps: int = 0
@@ -26,4 +26,5 @@ class Counters:
     refused_saves: int = 0
     copied_extents: int = 0
     resets: int = 0
+    unopened: int = 0
     phase_ns: dict[str, int] = field(default_factory=lambda: {"begin": 0, "save": 0, "materialize": 0})

@@ -68,6 +68,8 @@ class DeferredRows:
         self.errors: list[StageCacheError] = []
         """Failed flushes, to be reported by the next call (W5)."""
         self.flushes = 0
+        self.cloned_rows = self.cloned_bytes = self.flushed_rows = self.flushed_bytes = self.failed_flushes = 0
+        """Totals, for metrics."""
         self._write_n: dict[str, int] = {}
         self._device = device
         self._claim_page = claim_page
@@ -85,6 +87,8 @@ class DeferredRows:
         if not parts:
             return
         self.used_bytes += clone.nbytes
+        self.cloned_rows += len(clone.slots)
+        self.cloned_bytes += clone.nbytes
         for req_id, start, end in parts:
             write = self.open.get(req_id)
             if write is None:
@@ -168,12 +172,15 @@ class DeferredRows:
                 note.advance(WriteState.HOST_READY, sequence=sequence)
             self._logged(key, record.page, sequence)
             self.flushes += 1
+            self.flushed_rows += rows
+            self.flushed_bytes += rows * key.schema.row_bytes
         except Exception as error:
             self._failed(record, batch, error)
 
     def _failed(self, record: Record, batch: list[tuple[StepClone, int, int, Write]], error: Exception) -> None:
         for *_, note in batch:
             note.advance(WriteState.FAILED, cause=str(error))
+        self.failed_flushes += 1
         record.kind = Kind.FAIL
         report = StageCacheError(
             f"{batch[0][3].what} and {len(batch) - 1} more were not written: {error}. Their rows are unknown now.",

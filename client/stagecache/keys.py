@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from stagecache.errors import SchemaMismatchError, StageCacheError
+from stagecache.errors import CallDeadlineError, DaemonLostError, SchemaMismatchError, StageCacheError
 from stagecache.mapping import StagedKey, dtype_name
 from stagecache.policy import HIDDEN_KEY, ModelCachePolicy
 from stagecache_wire.geometry import DTYPE_BYTES, KeySchema
 
 OpenKey = Callable[[KeySchema], StagedKey]
+
+logger = logging.getLogger("stagecache")
 
 
 @dataclass(slots=True)
@@ -21,7 +24,8 @@ class Split:
     """One step's outputs, by how they are treated. Tensors are the live buffers, cut to the step's n tokens.
 
     immediate, deferred: rows of open keys.
-    unopened: per-token rows whose key could not be opened, with the cause: handed out, but not kept.
+    unkept: per-token rows whose key the daemon refused for good: handed out, but not kept.
+    unopened: per-token rows whose key could not be opened now; the step's slots must become UNKNOWN.
     failed: keys refused in this step (K3), with the error for materialize.
     leftover: everything else.
     demoted: provisional keys given up in this step, to be closed.
@@ -29,7 +33,8 @@ class Split:
 
     immediate: list[tuple[StagedKey, torch.Tensor]] = field(default_factory=list)
     deferred: list[tuple[StagedKey, torch.Tensor]] = field(default_factory=list)
-    unopened: list[tuple[str, torch.Tensor, StageCacheError]] = field(default_factory=list)
+    unkept: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    unopened: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     failed: list[tuple[StagedKey | None, SchemaMismatchError]] = field(default_factory=list)
     leftover: dict[str, Any] = field(default_factory=dict)
     demoted: list[StagedKey] = field(default_factory=list)
@@ -46,6 +51,9 @@ class KeyBook:
         self.open: dict[str, StagedKey] = {}
         self._provisional: set[str] = set()
         self._demoted: set[str] = set()
+        self.refused: dict[str, StageCacheError] = {}
+        """Keys that the daemon will not open (budget, shape), with its error: hits on them fail. It is not asked
+        again: rows of the steps between could otherwise never be told from rows that were never written."""
 
     def add(self, key: StagedKey) -> None:
         """A key that the daemon opened."""
@@ -98,9 +106,7 @@ class KeyBook:
     ) -> None:
         key = self.open.get(name)
         tensor = isinstance(value, torch.Tensor)
-        per_token = (
-            tensor and value.ndim >= 1 and value.shape[0] in (n, padded) and dtype_name(value.dtype) in DTYPE_BYTES
-        )
+        per_token = tensor and value.ndim >= 1 and value.shape[0] in (n, padded) and _may_be_rows(value)
         if name in self._provisional and key is not None:
             if not per_token or not key.fits(value):
                 self._demote(split, key)
@@ -120,11 +126,18 @@ class KeyBook:
         if key is None:
             schema = KeySchema(name, dtype_name(tensor.dtype), tuple(tensor.shape[1:]), provisional)
             try:
-                key = self._open_key(schema)
-            except StageCacheError as error:
-                split.unopened.append((name, tensor[:n], error))
+                if name not in self.refused:
+                    self.add(self._open_key(schema))
+            except (DaemonLostError, CallDeadlineError):
+                split.unopened.append((name, tensor[:n]))
                 return
-            self.add(key)
+            except StageCacheError as error:
+                logger.warning("stagecache: key %s is not kept: %s", name, error)
+                self.refused[name] = error
+            if name in self.refused:
+                split.unkept.append((name, tensor[:n]))
+                return
+            key = self.open[name]
         if not key.fits(tensor):
             self._refuse(split, name, tensor, f"{key.schema.dtype} rows of shape {key.schema.row_shape}")
             return
@@ -150,3 +163,8 @@ class KeyBook:
         self._demoted.add(name)
         del self.open[name]
         split.demoted.append(key)
+
+
+def _may_be_rows(tensor: torch.Tensor) -> bool:
+    """Whether a pool could hold the tensor's rows at all: a known dtype, and no row of no bytes."""
+    return dtype_name(tensor.dtype) in DTYPE_BYTES and 0 not in tensor.shape[1:] and tensor.ndim <= 9

@@ -87,6 +87,7 @@ class LogWriter:
         self._words[at : at + layout.ENTRY_WORDS] = memoryview(array("Q", words))
         fence()
         self._words[at] = sequence
+        self._words[layout.W_TIMES + (sequence - 1) % layout.TIME_ENTRIES] = time.monotonic_ns()
         fence()
         self._words[layout.W_HEAD] = sequence
         self.head = sequence

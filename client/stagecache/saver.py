@@ -110,7 +110,7 @@ class StepSaver:
         split = self.keys.split(hidden, outputs, n, padded, len(batch.req_ids))
         for key in split.demoted:
             self._close_key(key)
-        local = {name: self._device.to_host(rows) for name, rows, _ in split.unopened}
+        local = {name: self._device.to_host(rows) for name, rows in (*split.unopened, *split.unkept)}
         local.update({key.schema.name: self._device.to_host(rows) for key, rows in split.deferred})
         leftover = {name: snapshot(value, self._device) for name, value in split.leftover.items()}
         write = Write(f"step {step_id}")
@@ -156,6 +156,7 @@ class StepSaver:
         keyed += [(key.key_id, KeyMode.CLAIM) for key, _ in split.deferred]
         keyed += [(key.key_id, KeyMode.FAILED) for key, _ in split.failed if key is not None]
         if split.unopened:
+            self.counters.unopened += len(split.unopened)
             # Rows that no key took: were the slots only claimed by the others, a later hit would read zeros here.
             self.epochs.lose(batch.runs)
         else:
@@ -224,7 +225,7 @@ class StepSaver:
             return use is not None
 
         try:
-            self.session.wait(ready, self._claim_timeout_s, "a staging page", self.pages.wait)
+            self.session.wait(ready, self._claim_timeout_s, "a staging page", self.pages.wait, kind="page")
         except DaemonLostError:
             return None
         except StageCacheError:
@@ -259,7 +260,8 @@ class StepSaver:
         pages = self._flush_pages.get(key.key_id)
         if pages is None:
             pages = self._flush_pages[key.key_id] = FlushPages(self.session.geometry.staging_depth)
-        self.session.wait_consumed(pages.next_free_at, self._claim_timeout_s, f"a flush page of key {key.schema.name}")
+        what = f"a flush page of key {key.schema.name}"
+        self.session.wait_consumed(pages.next_free_at, self._claim_timeout_s, what, kind="flush")
         return pages.take()
 
     def _flush_logged(self, key: StagedKey, page: int, sequence: int) -> None:

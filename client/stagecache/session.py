@@ -25,6 +25,7 @@ from stagecache.mapping import ControlWords, StagedKey
 from stagecache.rpc import Rpc, handshake
 from stagecache.watcher import Watcher
 from stagecache_wire import layout, shm
+from stagecache_wire.figures import WAITS
 from stagecache_wire.geometry import Geometry, KeySchema
 from stagecache_wire.locks import LifeLock, LockHeldError, is_held
 from stagecache_wire.names import RunPaths
@@ -73,6 +74,9 @@ class Session:
         )
         self.epoch = answer.epoch
         self.away = False
+        self.waits = [0, 0] * len(WAITS)
+        """Count and nanoseconds of each kind of wait, and the count of all: for metrics."""
+        self.waits_total = 0
         self._lock = lock
         self._daemon_lock = RunPaths.of(rpc.credentials.socket).lock
         self._daemon_grace_s = daemon_grace_s
@@ -185,7 +189,7 @@ class Session:
                 section.nbytes + 8
                 for section in (record.keys, record.runs, record.claims, record.spans, record.span_runs, record.gathers)
             )
-            self.wait(lambda: self.log.has_room(size), RPC_TIMEOUT_S, "room in the step log")
+            self.wait(lambda: self.log.has_room(size), RPC_TIMEOUT_S, "room in the step log", kind="log")
             return self.log.append(record, WAIT_SLICE_S)
 
     def check(self) -> None:
@@ -212,24 +216,43 @@ class Session:
             remedy="Its log names the rule; `stagecache status` shows it.",
         )
 
-    def wait_consumed(self, sequence: int, timeout_s: float, what: str) -> None:
-        """Wait until the daemon has consumed the log up to ``sequence``. Any thread.
+    def wait_consumed(self, sequence: int, timeout_s: float, what: str, *, kind: str = "hit") -> None:
+        """Wait until the daemon has consumed the log up to ``sequence``. Any thread. kind: as for ``wait``.
 
         Raises:
             SessionFailedError, DaemonLostError: as ``check``; also when the daemon dies meanwhile.
             CallDeadlineError: not in ``timeout_s`` seconds; names ``what``.
         """
         if self.log.consumed < sequence:
-            self.wait(lambda: self.log.consumed >= sequence, timeout_s, what)
+            self.wait(lambda: self.log.consumed >= sequence, timeout_s, what, kind=kind)
         self.log.wait_consumed(sequence, 0.0)
 
     def wait(
-        self, ready: Callable[[], bool], timeout_s: float, what: str, listen: Callable[[float], None] | None = None
+        self,
+        ready: Callable[[], bool],
+        timeout_s: float,
+        what: str,
+        listen: Callable[[float], None] | None = None,
+        *,
+        kind: str,
     ) -> None:
         """Wait until ``ready``, for ``timeout_s`` seconds at most; the daemon's absence ends it earlier.
 
-        listen(slice_s) sleeps until something may have changed; by default on the daemon's doorbell.
+        listen(slice_s) sleeps until something may have changed; by default on the daemon's doorbell. kind: one of
+        ``figures.WAITS``, under which metrics count the wait.
         """
+        begun = time.monotonic_ns()
+        try:
+            self._wait(ready, timeout_s, what, listen)
+        finally:
+            at = 2 * WAITS.index(kind)
+            self.waits[at] += 1
+            self.waits[at + 1] += time.monotonic_ns() - begun
+            self.waits_total += 1
+
+    def _wait(
+        self, ready: Callable[[], bool], timeout_s: float, what: str, listen: Callable[[float], None] | None
+    ) -> None:
         listen = listen or self.log.listen
         deadline = time.monotonic() + timeout_s
         look_at = time.monotonic() + _ALIVE_EVERY_S

@@ -69,16 +69,15 @@ class Worker(IntEnum):
     FAILED_MERGES = 43
     FAILED_WRITES = 49
     AWAY = 52
-    """From here on values of now, not totals."""
+    """From here on values of now, not totals: 1 while the worker takes the daemon for gone."""
     EXPORTED_AT = 53
-    """time.monotonic_ns() of the last export."""
-    PAGES_IN_USE = 54
-    UNCONSUMED_STEPS = 55
-    DEFERRED_BYTES = 56
-    ARENA_USED_BYTES = 57
-    ARENA_LEASED_BYTES = 58
-    LEASES = 59
-    OLDEST_LEASE_AT = 60
+    """time.monotonic_ns() of the last save or materialize."""
+    UNCONSUMED_STEPS = 54
+    DEFERRED_BYTES = 55
+    ARENA_USED_BYTES = 56
+    ARENA_LEASED_BYTES = 57
+    LEASES = 58
+    OLDEST_LEASE_AT = 59
     """time.monotonic_ns() at which the oldest lease began; 0 where there is none."""
     PHASE_BUCKETS = 64
     """``BUCKETS`` words for each of ``PHASES``: steps by their nanoseconds."""

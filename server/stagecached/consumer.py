@@ -25,6 +25,7 @@ from stagecache_wire.records import BadRecordError, KeyMode, Kind, Record, decod
 from stagecache_wire.results import Result
 from stagecached import lookup as lookup_module
 from stagecached.keystore import KeyStore, Span
+from stagecached.metrics.record_figures import RecordFigures
 from stagecached.segments import SessionSegments
 from stagecached.validate import REASON_SESSION_FAILED, check_record, read_entry
 
@@ -50,6 +51,7 @@ class Consumer:
         """
         self._segments = segments
         self._words = segments.words
+        self.figures = RecordFigures(segments.words)
         self._on_failed = on_failed
         self._on_key_closed = on_key_closed
         self._stop_at: float | None = None
@@ -132,9 +134,11 @@ class Consumer:
             if self._stop_at is not None and time.monotonic() >= self._stop_at:
                 return
             sequence = self._segments.consumed + 1
-            self.busy_since = started = time.monotonic()
+            self.busy_since = time.monotonic()
+            begun_ns = time.monotonic_ns()
             try:
-                self._do(self._read(sequence))
+                record = self._read(sequence)
+                self._do(record)
             except BadRecordError as error:
                 self._fail(sequence, str(error))
                 return
@@ -143,8 +147,7 @@ class Consumer:
                 raise
             finally:
                 self.busy_since = None
-            self._count(layout.D_RECORDS, 1)
-            self._count(layout.D_BUSY_NS, int((time.monotonic() - started) * 1e9))
+            self.figures.done(record, begun_ns)
             self._publish(sequence)
 
     def _read(self, sequence: int) -> Record:
@@ -215,14 +218,12 @@ class Consumer:
             self._point("after_claim")
         segments.slot_words[span.slots if span.run is None else span.run] = sequence << presence.SLOT_SHIFT
         self._point("after_slot_words")
-        moved = 0
         for key, mode in keyed:
             if mode is KeyMode.ROWS:
-                moved += key.scatter(record.page, span)
+                self.figures.scattered(span.rows, key.scatter(record.page, span))
                 self._point("after_scatter")
                 key.mark_written(span, sequence)
                 self._point("after_written")
-        self._count(layout.D_SCATTERED_BYTES, moved)
 
     def _flush(self, record: Record, *, failed: bool) -> None:
         segments = self._segments
@@ -233,7 +234,8 @@ class Consumer:
         claims = np.repeat(record.claims, lengths)
         keep = key.standing(slots, claims, segments.slot_words)
         if not failed:
-            self._count(layout.D_SCATTERED_BYTES, key.flush(record.page, slots, claims, keep))
+            size = key.flush(record.page, slots, claims, keep)
+            self.figures.scattered(size // key.row_bytes, size)
             self._point("after_flush")
         key.settle(slots, claims, keep, failed=failed)
         self._point("after_settle")
@@ -241,6 +243,7 @@ class Consumer:
     def _gather(self, record: Record) -> None:
         if not len(record.gathers):
             return
+        begun_ns = time.monotonic_ns()
         segments = self._segments
         epoch_sequence = segments.epoch_sequence
         spans = self._spans(record)
@@ -250,8 +253,7 @@ class Consumer:
                 record.sequence, spans[span_index], tenants[span_index], segments.keys[key_id], result, offset,
                 epoch_sequence,
             )  # fmt: skip
-        self._count(layout.D_SPANS, len(spans))
-        self._count(layout.D_SPAN_ROWS, sum(span.rows for span in spans))
+        self.figures.spans_done(len(spans), sum(span.rows for span in spans), begun_ns)
 
     def _gather_one(
         self,
@@ -285,9 +287,9 @@ class Consumer:
         for index, value in enumerate(entry.words()):
             self._words[at + index] = value
             self._point("inside_result")
-        self._count(layout.D_GATHERED_BYTES, size)
+        self.figures.gathered(span.rows, size)
         if found.unknown:
-            self._count(layout.D_UNKNOWN_ROWS, found.unknown)
+            self._words[layout.D_UNKNOWN_ROWS] += found.unknown
 
     @staticmethod
     def _spans(record: Record) -> list[Span]:
@@ -295,9 +297,6 @@ class Consumer:
             Span.of(expand_runs(record.span_runs[first : first + count]), single_run=count == 1)
             for first, count, _, _ in record.spans.tolist()
         ]
-
-    def _count(self, word: int, by: int) -> None:
-        self._words[word] += by
 
     def _point(self, name: str) -> None:
         """Between two shared stores. Crash tests kill the process here."""

@@ -52,19 +52,26 @@ def gathers_ride_on_the_next_save() -> Iterator[None]:
         waiting.extend(planned)
         self.hits.spill(planned, self._merge_timeout_s)
 
+    def take(*lists: list[Any]) -> list[Any]:
+        pairs = [pair for some in lists for pair in some if pair[1].extent is not None]
+        for some in lists:
+            some.clear()
+        return pairs
+
+    def alone(session: Session, pairs: list[Any]) -> None:
+        if pairs:
+            HitReader.logged(pairs, append(session, HitReader._record(pairs)))
+
     def ride(self: Session, record: Record) -> int:
-        riding = [pair for pair in ripe if pair[1].extent is not None]
-        ripe.clear()
-        if not riding or not isinstance(record.kind, Kind):
-            return append(self, record)
-        carrier = HitReader._record(riding)
-        if record.kind is Kind.SAVE:
+        if record.kind in (Kind.RESET, Kind.LOST, Kind.CLOSE_KEY):
+            alone(self, take(ripe, waiting))
+        riding = take(ripe) if record.kind is Kind.SAVE else []
+        if riding:
+            carrier = HitReader._record(riding)
             record.spans, record.span_runs, record.gathers = carrier.spans, carrier.span_runs, carrier.gathers
-            sequence = append(self, record)
-            HitReader.logged(riding, sequence)
-            return sequence
-        HitReader.logged(riding, append(self, carrier))
-        return append(self, record)
+        sequence = append(self, record)
+        HitReader.logged(riding, sequence)
+        return sequence
 
     def save_and_ripen(self: StepSaver, *args: Any) -> Any:
         step = save(self, *args)
@@ -74,11 +81,7 @@ def gathers_ride_on_the_next_save() -> Iterator[None]:
 
     def read_now(self: HitReader, hit: Any, gather: Any, *rest: Any) -> Any:
         if gather.sequence == 0 and gather.extent is not None:
-            ripe.extend(waiting)
-            waiting.clear()
-            riding = [pair for pair in ripe if pair[1].extent is not None]
-            ripe.clear()
-            HitReader.logged(riding, append(self._session, HitReader._record(riding)))
+            alone(self._session, take(ripe, waiting))
         return read(self, hit, gather, *rest)
 
     with (
@@ -135,7 +138,7 @@ def extents_from_the_results() -> Iterator[None]:
     def read_there(self: HitReader, hit: Any, gather: Any, *rest: Any) -> Any:
         raw = read(self, hit, gather, *rest)
         assert gather.pieces is None
-        offset = self._session.control.result(gather.result)[layout.R_ARENA_OFFSET]
+        offset = self._session.control.result(gather.result).arena_offset
         return torch.from_numpy(self._arena.data[offset : offset + len(raw)])
 
     with (

@@ -74,7 +74,7 @@ def stop(llm: Any) -> None:
     llm.llm_engine.engine_core.shutdown()
 
 
-def recorded(run: Callable[[], None]) -> dict[str, Any]:
+def recorded(run: Callable[[], object]) -> dict[str, Any]:
     """The prompts that complete while ``run`` runs, by external id."""
     from stagecache.shim.assemble import PromptAssembler
     from stagecache.shim.vllm import external_id, on_step
@@ -131,7 +131,7 @@ def in_process(checkpoint: Path, out: Path) -> dict[str, Any]:
     cached |= recorded(after_decode)
     stop(llm)
     llm = make_engine(checkpoint, enable_prefix_caching=False)
-    uncached = recorded(lambda: [generate(llm, prompts) for prompts in rounds] and None)
+    uncached = recorded(lambda: [generate(llm, prompts) for prompts in rounds])
     stop(llm)
     for name, prompt in uncached.items():
         write_hidden_states(out / f"{name}.safetensors", prompt.hidden, {})
@@ -163,7 +163,8 @@ def preempted(checkpoint: Path, out: Path) -> dict[str, Any]:
         output = original(*args, **kwargs)
         cached = output.scheduled_cached_reqs
         resumed.extend(
-            r for r, n in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+            r
+            for r, n in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
             if r in cached.resumed_req_ids and n
         )
         return output
@@ -176,11 +177,11 @@ def preempted(checkpoint: Path, out: Path) -> dict[str, Any]:
             spans.setdefault(r, []).append((rows.first_position(r), rows.end_position(r)))
 
     unsubscribe = on_step(keep)
-    cached = recorded(lambda: generate(llm, prompts, max_tokens=80) and None)
+    cached = recorded(lambda: generate(llm, prompts, max_tokens=80))
     unsubscribe()
     stop(llm)
     llm = make_engine(checkpoint, enable_prefix_caching=False)
-    uncached = recorded(lambda: generate(llm, prompts) and None)
+    uncached = recorded(lambda: generate(llm, prompts))
     stop(llm)
     once = all(
         all(later[0] == earlier[1] for earlier, later in zip(all_spans, all_spans[1:], strict=False))
@@ -207,7 +208,7 @@ def without_daemon(checkpoint: Path, out: Path) -> dict[str, Any]:
 
     llm = make_engine(checkpoint)
     silent = generate(llm, {"before": SHARED})["before"]
-    whole = recorded(lambda: generate(llm, {"miss": tokens(8, 100)}) and None)
+    whole = recorded(lambda: generate(llm, {"miss": tokens(8, 100)}))
     errors: list[str] = []
 
     def consume(rows: Any) -> None:
@@ -222,7 +223,7 @@ def without_daemon(checkpoint: Path, out: Path) -> dict[str, Any]:
     unsubscribe()
     raised = ""
     try:
-        recorded(lambda: generate(llm, {"raises": SHARED}) and None)
+        recorded(lambda: generate(llm, {"raises": SHARED}))
     except StageCacheError as error:
         raised = type(error).__name__
     stop(llm)
@@ -241,12 +242,12 @@ def refused(checkpoint: Path, out: Path) -> dict[str, Any]:
     import os
 
     said = {}
+    draft = {"method": "draft_model", "model": str(checkpoint), "num_speculative_tokens": 2}
     settings: Sequence[tuple[str, dict[str, str], dict[str, Any]]] = (
         ("required", {"STAGECACHE_REQUIRED": "1"}, {}),
         ("priority", {}, {"scheduling_policy": "priority"}),
-        ("speculative", {}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
+        ("speculative", {}, {"speculative_config": draft}),
         ("sink", {"STAGECACHE_SINK": "csv:x"}, {}),
-        ("v2_runner", {"VLLM_USE_V2_MODEL_RUNNER": "1"}, {}),
     )
     for name, environ, changes in settings:
         before = dict(os.environ)
@@ -259,7 +260,22 @@ def refused(checkpoint: Path, out: Path) -> dict[str, Any]:
         finally:
             os.environ.clear()
             os.environ.update(before)
+    said["v2_runner"] = v2_refusal(checkpoint)
     return said
+
+
+def v2_refusal(checkpoint: Path) -> str:
+    """What the V2 runner says when it is made with a real configuration; no CPU engine would get that far."""
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    config = EngineArgs(model=str(checkpoint), skip_tokenizer_init=True, max_model_len=512).create_engine_config()
+    try:
+        GPUModelRunner(config, torch.device("cpu"))
+    except StageCacheError as error:
+        return f"{type(error).__name__}: {error}"
+    return "made"
 
 
 def spawned(checkpoint: Path, out: Path) -> dict[str, Any]:

@@ -117,7 +117,8 @@ class BlockPool:
     ) -> None:
         """Gives each full block the hash of its content, block i the hash i; from now on it can be hit.
 
-        The blocks are consecutive in one prefix; `after` is the block before them, None when they begin it. Raises BlockAlreadyCached at a block that has one; those before it are cached.
+        The blocks are consecutive in one prefix; `after` is the block before them, None when they begin it. Raises
+        BlockAlreadyCached at a block that has one; those before it are cached.
         """
         if len(blocks) != len(block_hashes):
             raise ValueError(f"{len(block_hashes)} hashes were given for {len(blocks)} blocks")

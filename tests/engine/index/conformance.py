@@ -68,6 +68,7 @@ def compare_pools(ours: BlockPool, peer: PeerPool) -> None:
     for key, held in peer_map.items():
         ids = list(held) if isinstance(held, dict) else [held.block_id]
         agree("blocks of a hash", [b.block_id for b in ours.cached.blocks_of(get_block_hash(key))], ids)
+        agree("block that is handed out", ours.get_cached_block(get_block_hash(key)), ours.blocks[ids[0]])
 
 
 @dataclass
@@ -114,6 +115,7 @@ class Pair:
         self.compare()
 
     def compare(self) -> None:
+        self.seen["comparisons"] += 1
         compare_pools(self.pool, self.peer.block_pool)
         for request in self.waiting + self.running:
             agree(f"table of {request.id}", self.ours.block_ids(request.id), self.peer.get_block_ids(request.id)[0])
@@ -161,10 +163,12 @@ class Pair:
             self.seen["refused"] += 1
             return False
         self.seen["chunk of a prefill"] += num_new_tokens < request.remaining - num_hit
+        self.seen["external tokens"] += bool(options.get("num_external_computed_tokens"))
         request.advance(num_new_tokens + num_hit + options.get("num_external_computed_tokens", 0))
         return True
 
     def cache_delayed(self, request: Tracked) -> None:
+        self.seen["cached later"] += 1
         num_tokens = min(request.ours.num_computed_tokens, request.ours.num_tokens)
         self.ours.cache_blocks(request.ours, num_tokens)
         self.peer.cache_blocks(request.peer, num_tokens)

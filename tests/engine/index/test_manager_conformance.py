@@ -36,6 +36,8 @@ LEAST = {
     "refused": 1000,
     "preempted": 1000,
     "evicted": 1000,
+    "external tokens": 100,
+    "cached later": 20,
     "reset done": 100,
     "reset refused": 100,
 }
@@ -152,6 +154,34 @@ def _duplicates_not_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockHashMap, "insert", insert)
 
 
+def _hint_followed_unchecked(patch: pytest.MonkeyPatch) -> None:
+    def prefix(self: BlockHashMap, block_hashes: list[bytes], max_blocks: int) -> list[Block]:
+        found: list[Block] = []
+        for block_hash in block_hashes[:max_blocks]:
+            block = self.get(block_hash)
+            if found and found[-1].next_in_prefix is not found[-1]:
+                block = found[-1].next_in_prefix
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    patch.setattr(BlockHashMap, "prefix", prefix)
+
+
+def _next_duplicate_not_served(patch: pytest.MonkeyPatch) -> None:
+    """The first duplicate leaves and still answers in its hint's place."""
+    original = BlockHashMap.remove
+
+    def remove(self: BlockHashMap, block: Block) -> bool:
+        served = block.served_hash
+        removed = original(self, block)
+        block.served_hash = served
+        return removed
+
+    patch.setattr(BlockHashMap, "remove", remove)
+
+
 def _handed_out_block_keeps_its_hash(patch: pytest.MonkeyPatch) -> None:
     def get_new_blocks(self: BlockPool, n: int) -> list[Block]:
         blocks = self.queue.popleft_n(n)
@@ -233,6 +263,8 @@ MUTANTS: list[Patch] = [
     _hit_skips_a_missing_block,
     _eviction_drops_the_duplicates_too,
     _duplicates_not_kept,
+    _hint_followed_unchecked,
+    _next_duplicate_not_served,
     _handed_out_block_keeps_its_hash,
     _cached_one_step_late,
     _hits_in_the_queue_not_counted,

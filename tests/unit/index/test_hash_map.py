@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations, takewhile
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,6 +61,37 @@ def test_a_prefix_ends_at_the_first_miss_and_at_the_limit() -> None:
     assert cached.prefix([A], 0) == cached.prefix([], 1) == []
 
 
+def test_a_prefix_follows_another_request_where_it_branches_off() -> None:
+    cached, blocks = BlockHashMap(), [Block(i) for i in range(4)]
+    cached.insert(blocks[0], A)
+    cached.insert(blocks[1], B, blocks[0])
+    cached.insert(blocks[2], C, blocks[0])
+    assert cached.prefix([A, B], 2) == [blocks[0], blocks[1]]
+    assert cached.prefix([A, C], 2) == [blocks[0], blocks[2]]
+
+
+def test_a_block_that_was_reused_is_not_followed() -> None:
+    cached, blocks = BlockHashMap(), [Block(i) for i in range(3)]
+    cached.insert(blocks[0], A)
+    cached.insert(blocks[1], B, blocks[0])
+    cached.remove(blocks[1])
+    assert cached.prefix([A, B], 2) == [blocks[0]]
+    cached.insert(blocks[1], C)
+    cached.insert(blocks[2], B)
+    assert cached.prefix([A, B], 2) == [blocks[0], blocks[2]]
+
+
+def test_a_duplicate_is_followed_only_once_it_is_the_first() -> None:
+    cached, blocks = BlockHashMap(), [Block(i) for i in range(4)]
+    cached.insert(blocks[0], A)
+    cached.insert(blocks[1], B, blocks[0])
+    cached.insert(blocks[2], B, blocks[0])
+    assert cached.prefix([A, B], 2) == [blocks[0], blocks[1]]
+    cached.remove(blocks[1])
+    cached.insert(blocks[1], B, blocks[0])
+    assert cached.prefix([A, B], 2) == [blocks[0], blocks[2]]
+
+
 def test_clear_forgets_every_duplicate() -> None:
     cached, blocks = BlockHashMap(), [Block(i) for i in range(3)]
     for block, block_hash in zip(blocks, (A, A, B), strict=True):
@@ -70,17 +103,21 @@ def test_clear_forgets_every_duplicate() -> None:
     assert held(cached, A) == [0, 1, 2]
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from([A, B, C]))))
-def test_it_behaves_as_a_dict_of_lists(moves: list[tuple[int, bytes]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from([A, B, C]), st.none() | st.integers(0, 5))))
+def test_it_behaves_as_a_dict_of_lists(moves: list[tuple[int, bytes, int | None]]) -> None:
+    """Whatever it was told about what lies behind what."""
     cached, blocks = BlockHashMap(), [Block(i) for i in range(6)]
     model: dict[bytes, list[int]] = {A: [], B: [], C: []}
-    for block_id, block_hash in moves:
+    for block_id, block_hash, after in moves:
         old = blocks[block_id].block_hash
         if old is None:
-            cached.insert(blocks[block_id], block_hash)
+            cached.insert(blocks[block_id], block_hash, None if after is None else blocks[after])
             model[block_hash].append(block_id)
         else:
             cached.remove(blocks[block_id])
             model[old].remove(block_id)
         assert {key: held(cached, key) for key in model} == model
         assert len(cached) == sum(map(bool, model.values()))
+        for order in permutations(model):
+            firsts = [model[key][0] for key in takewhile(model.__getitem__, order)]
+            assert [block.block_id for block in cached.prefix(order, 3)] == firsts

@@ -121,6 +121,8 @@ class SlotWorker:
     slots: dict[int, int] = field(default_factory=dict)
     tables: dict[str, list[int]] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    _known: dict[str, list[int]] = field(default_factory=dict)
+    """Contents by request, as far as they were asked for."""
 
     def execute(self, output: Any) -> ModelRunnerOutput:
         epoch = getattr(output, "stagecache_epoch", 0)
@@ -135,7 +137,7 @@ class SlotWorker:
             for position in range(starts[req_id], end):
                 self.slots[self._slot(req_id, position)] = contents[position]
             at_end = end >= len(self.tokens[req_id])
-            sampled.append([contents[-1] % 900] if at_end else [])
+            sampled.append([contents[end - 1] % 900] if at_end else [])
             self.tokens[req_id] += sampled[-1]
         for req_id, end in spans.items():
             contents = self._contents(req_id, end)
@@ -154,7 +156,7 @@ class SlotWorker:
         spans: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
             self.tables[new.req_id] = list(new.block_ids[0])
-            self.tokens[new.req_id] = list(new.prompt_token_ids)
+            self._set_tokens(new.req_id, new.prompt_token_ids)
             starts[new.req_id] = spans[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         for index, req_id in enumerate(cached.req_ids):
@@ -166,15 +168,21 @@ class SlotWorker:
             else:
                 self.tables[req_id] += blocks
             if req_id in cached.all_token_ids:
-                self.tokens[req_id] = list(cached.all_token_ids[req_id])
+                self._set_tokens(req_id, cached.all_token_ids[req_id])
         return starts, spans
 
     def _slot(self, req_id: str, position: int) -> int:
         return self.tables[req_id][position // BLOCK] * BLOCK + position % BLOCK
 
+    def _set_tokens(self, req_id: str, tokens: list[int]) -> None:
+        self.tokens[req_id] = list(tokens)
+        self._known[req_id] = []
+
     def _contents(self, req_id: str, end: int) -> list[int]:
-        content, contents = 0, []
-        for token in self.tokens[req_id][:end]:
+        """Contents of at least the first ``end`` positions."""
+        contents, tokens = self._known[req_id], self.tokens[req_id]
+        content = contents[-1] if contents else 0
+        for token in tokens[len(contents) : end]:
             content = hash((content, token))
             contents.append(content)
         return contents

@@ -156,7 +156,7 @@ class SidecarPrefixCacheManager:
             OmniPrefixCacheStagingTimeoutError: no page became free (W2).
         """
         try:
-            if write_layout is not None and num_tokens_unpadded:
+            if write_layout is not None:
                 self._view.use_layout(write_layout)
             return self.cache.save_outputs(
                 hidden_states,

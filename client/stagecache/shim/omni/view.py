@@ -61,11 +61,10 @@ class OmniBatchView:
         """
         if self._batch is not None or self._bind_layout(layout):
             return
-        if layout.slots_cpu is None:
-            raise SlotMismatchError("the write layout has no slots.")
         ids = [write.req_id for write in layout.writes]
         counts = [write.row_end - write.row_start for write in layout.writes]
-        self._read = (ids, *self._from_slots(ids, counts, _as_array(layout.slots_cpu)))
+        slots = np.empty(0, np.int64) if layout.slots_cpu is None else _as_array(layout.slots_cpu)
+        self._read = (ids, *self._from_slots(ids, counts, slots))
 
     def _bind_layout(self, layout: Any) -> bool:
         """Bind the group view that a layout names; whether there is an input batch behind it."""
