@@ -79,7 +79,7 @@ class StageCache:
         self._hits = HitReader(session, self._arena, geometry.block_size, geometry.max_results)
         self._keys = KeyBook(session.open_key, policy, declared)
         for key in session.keys:
-            self._keys.add(key)
+            self._keys.add(key, remembered=True)
         self._saver = StepSaver(
             session,
             self._keys,

@@ -27,7 +27,7 @@ def ping(socket: str | os.PathLike[str], *, timeout_s: float = DEFAULT_TIMEOUT_S
     # The authority of a Unix socket would be its path, percent-encoded, which servers refuse.
     options = [("grpc.default_authority", "localhost"), ("grpc.use_local_subchannel_pool", 1)]
     with grpc.insecure_channel(f"unix:{os.fspath(socket)}", options=options) as channel:
-        health: Any = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+        health: Any = health_pb2_grpc.HealthStub(channel)
         try:
             answer = health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError as failure:

@@ -14,7 +14,8 @@ from stagecache.mapping import StagedKey, dtype_name
 from stagecache.policy import HIDDEN_KEY, ModelCachePolicy
 from stagecache_wire.geometry import DTYPE_BYTES, KeySchema
 
-OpenKey = Callable[[KeySchema], StagedKey]
+OpenKey = Callable[[KeySchema, StagedKey | None], StagedKey]
+"""Opens a key at the daemon, in place of an open one if given."""
 
 logger = logging.getLogger("stagecache")
 
@@ -29,6 +30,7 @@ class Split:
     failed: keys refused in this step (K3), with the error for materialize.
     leftover: everything else.
     demoted: provisional keys given up in this step, to be closed.
+    replaced: remembered keys that were closed, since the model's rows are others now.
     """
 
     immediate: list[tuple[StagedKey, torch.Tensor]] = field(default_factory=list)
@@ -38,6 +40,7 @@ class Split:
     failed: list[tuple[StagedKey | None, SchemaMismatchError]] = field(default_factory=list)
     leftover: dict[str, Any] = field(default_factory=dict)
     demoted: list[StagedKey] = field(default_factory=list)
+    replaced: list[StagedKey] = field(default_factory=list)
 
 
 class KeyBook:
@@ -50,14 +53,19 @@ class KeyBook:
         self.policy = policy
         self.open: dict[str, StagedKey] = {}
         self._provisional: set[str] = set()
+        self._remembered: set[str] = set()
         self._demoted: set[str] = set()
         self.refused: dict[str, StageCacheError] = {}
         """Keys that the daemon will not open (budget, shape), with its error: hits on them fail. It is not asked
         again: rows of the steps between could otherwise never be told from rows that were never written."""
 
-    def add(self, key: StagedKey) -> None:
-        """A key that the daemon opened."""
+    def add(self, key: StagedKey, *, remembered: bool = False) -> None:
+        """A key that the daemon opened. ``remembered``: from an earlier session; a hint, which the first rows of this
+        one may prove wrong.
+        """
         self.open[key.schema.name] = key
+        if remembered and key.schema.name not in self._declared:
+            self._remembered.add(key.schema.name)
         if key.schema.provisional:
             self._provisional.add(key.schema.name)
 
@@ -123,11 +131,16 @@ class KeyBook:
 
     def _rows(self, split: Split, name: str, tensor: torch.Tensor, n: int, *, provisional: bool) -> None:
         key = self.open.get(name)
-        if key is None:
+        wrong = key if key is not None and name in self._remembered and not key.fits(tensor) else None
+        self._remembered.discard(name)
+        if key is None or wrong is not None:
             schema = KeySchema(name, dtype_name(tensor.dtype), tuple(tensor.shape[1:]), provisional)
+            if wrong is not None:
+                del self.open[name]
+                split.replaced.append(wrong)
             try:
                 if name not in self.refused:
-                    self.add(self._open_key(schema))
+                    self.add(self._open_key(schema, wrong))
             except (DaemonLostError, CallDeadlineError):
                 split.unopened.append((name, tensor[:n]))
                 return

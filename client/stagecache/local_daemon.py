@@ -7,9 +7,11 @@ with LocalDaemon(directory) as daemon:
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +26,9 @@ _START = (
     "import ctypes, runpy, signal; ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0); "
     "runpy.run_module('stagecached', run_name='__main__', alter_sys=True)"
 )
-_SOCKET_PATH_LIMIT = 100  # bytes; sun_path holds 107, and the daemon puts its peer socket beside the socket
+#: Bytes of a Unix socket's path, less what the daemon's peer socket (SOCKET.d/peer.sock) has more.
+_SOCKET_PATH_LIMIT = 107 - len(".d/peer.sock")
+_SHORT_DIRECTORY = "/tmp"
 
 
 class LocalDaemon:
@@ -34,7 +38,8 @@ class LocalDaemon:
     the owner be killed, the kernel terminates the child.
 
     Args:
-        directory: existing directory for the socket and the log (``stagecached.log``).
+        directory: existing directory for the socket and the log (``stagecached.log``). Where its path is too long for
+            a Unix socket, the socket gets a directory of its own below /tmp.
         arguments: further arguments of stagecached.
         start_timeout_s: how long it may take until it serves.
         stop_timeout_s: how long it may take to stop before it is killed.
@@ -55,6 +60,7 @@ class LocalDaemon:
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._socket_directory: Path | None = None
 
     @property
     def pid(self) -> int | None:
@@ -78,9 +84,8 @@ class LocalDaemon:
             DaemonUnavailableError: it ended, or does not serve in time; the text has the end of its log.
         """
         if len(os.fsencode(self.socket)) > _SOCKET_PATH_LIMIT:
-            raise DaemonUnavailableError(
-                f"the socket path {self.socket} is too long for a Unix socket.", remedy="Set TMPDIR to a shorter path"
-            )
+            self._socket_directory = Path(tempfile.mkdtemp(prefix="stagecache-", dir=_SHORT_DIRECTORY))
+            self.socket = self._socket_directory / self.socket.name
         started = time.monotonic()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -115,11 +120,12 @@ class LocalDaemon:
     def stop(self) -> None:
         """Stop it gracefully, and kill it when it does not stop in time; does nothing when it does not run."""
         process, self._process = self._process, None
-        if process is None or process.poll() is not None:
-            return
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(self._stop_timeout_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        if process is not None and process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(self._stop_timeout_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._socket_directory is not None:
+            shutil.rmtree(self._socket_directory, ignore_errors=True)

@@ -41,11 +41,11 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.enable_http_proxy", 0),
 )
-"""No keepalive: a stopped daemon or worker is not a dead one."""
+"""No keepalive: a stopped daemon or worker is not a dead one. min_reconnect_backoff_ms stays at its default, since gRPC
+takes it for the least time of one connection attempt too, and 50 ms are too few on a busy machine."""
 
 _ERROR_CLASSES: dict[int, type[errors.StageCacheError]] = {
     pb.REASON_ABI_MISMATCH: errors.AbiMismatchError,

@@ -108,8 +108,8 @@ class StepSaver:
         """
         n = batch.tokens
         split = self.keys.split(hidden, outputs, n, padded, len(batch.req_ids))
-        for key in split.demoted:
-            self._close_key(key)
+        if split.demoted or split.replaced:
+            self._forget_keys(plan, split)
         local = {name: self._device.to_host(rows) for name, rows in (*split.unopened, *split.unkept)}
         local.update({key.schema.name: self._device.to_host(rows) for key, rows in split.deferred})
         leftover = {name: snapshot(value, self._device) for name, value in split.leftover.items()}
@@ -183,8 +183,7 @@ class StepSaver:
             planned = self.hits.plan(plan.hits, self.keys.hit_keys())
         fresh = {id(gather) for _, gather in planned}
         for hit in self._touched(plan, batch):
-            again = (gather for name, gather in hit.gathers.items() if name in self.keys.open)
-            planned += [(hit, gather) for gather in again if id(gather) not in fresh]
+            planned += [(hit, gather) for gather in hit.gathers.values() if id(gather) not in fresh]
         if not planned:
             return
         self._flush_touched([hit for hit, _ in planned])
@@ -234,10 +233,21 @@ class StepSaver:
             raise self.pages.timeout_error(self._claim_timeout_s) from None
         return found[0]
 
-    def _close_key(self, key: StagedKey) -> None:
-        # Away, the daemon keeps a pool that nothing will name again.
-        with contextlib.suppress(StageCacheError):
-            self.session.append(Record(0, Kind.CLOSE_KEY, keys=key_words((key.key_id, KeyMode.ROWS))))
+    def _forget_keys(self, plan: StepPlan, split: Split) -> None:
+        """Keys that this step gave up: close them, and drop what hits had planned for them."""
+        for key in split.demoted:
+            # Away, the daemon keeps a pool that nothing will name again.
+            with contextlib.suppress(StageCacheError):
+                self.session.close_key(key)
+        closed = [*split.demoted, *split.replaced]
+        dropped = [
+            hit.gathers.pop(key.schema.name)
+            for hit in plan.hits
+            for key in closed
+            if key.schema.name in hit.gathers and hit.gathers[key.schema.name].key is key
+        ]
+        with self._lock:
+            self.hits.release(dropped)
 
     def _clone_deferred(self, split: Split) -> list[tuple[StagedKey, torch.Tensor]]:
         clones = []

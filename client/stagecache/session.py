@@ -29,7 +29,7 @@ from stagecache_wire.figures import WAITS
 from stagecache_wire.geometry import Geometry, KeySchema
 from stagecache_wire.locks import LifeLock, LockHeldError, is_held
 from stagecache_wire.names import RunPaths
-from stagecache_wire.records import Record
+from stagecache_wire.records import KeyMode, Kind, Record, key_words
 from stagecache_wire.v1 import stagecache_pb2 as pb
 
 logger = logging.getLogger("stagecache")
@@ -143,14 +143,18 @@ class Session:
     def session_id(self) -> str:
         return self.rpc.credentials.session_id
 
-    def open_key(self, schema: KeySchema) -> StagedKey:
+    def open_key(self, schema: KeySchema, replacing: StagedKey | None = None) -> StagedKey:
         """Open a key at the daemon: one call, the only one that a step may need.
+
+        replacing: an open key of the same name whose schema was wrong; it is given up first.
 
         Raises:
             StageCacheError: away, refused (budget, shared memory, schema), or not answered in time.
         """
         if self.away:
             raise DaemonLostError(f"key {schema.name} cannot be opened: the daemon is away")
+        if replacing is not None:
+            self.wait_consumed(self.close_key(replacing), RPC_TIMEOUT_S, f"key {schema.name} to be given up")
         request = pb.OpenKeyRequest(key=schema_message(schema))
         gone_since: float | None = None
         while True:
@@ -164,6 +168,14 @@ class Session:
                         self._go_away()
                     raise
                 time.sleep(WAIT_SLICE_S)
+
+    def close_key(self, key: StagedKey) -> int:
+        """Give a key up: its memory is freed. Returns the record's sequence.
+
+        Raises:
+            StageCacheError: it cannot be logged.
+        """
+        return self.append(Record(0, Kind.CLOSE_KEY, keys=key_words((key.key_id, KeyMode.ROWS))))
 
     def _staged(self, answer: pb.OpenKeyResponse) -> StagedKey:
         key = answer.key

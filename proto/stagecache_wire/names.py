@@ -3,6 +3,7 @@
     <socket>.d/               run directory, 0700
     <socket>.d/daemon.lock    held by the daemon for life
     <socket>.d/peer.sock      issues session ids and tokens to peers whose uid the kernel vouches for
+    <socket>.d/http.sock      figures and the status page, for who may come near the socket
     <socket>.d/secret         key of the tokens, 0600
     <socket>.d/sessions/      one manifest a session
     /dev/shm/stagecache.<node>.lock          held by the daemon for life; names the run directory
@@ -47,6 +48,10 @@ class RunPaths:
     @property
     def peer_socket(self) -> Path:
         return self.directory / "peer.sock"
+
+    @property
+    def http_socket(self) -> Path:
+        return self.directory / "http.sock"
 
     @property
     def secret(self) -> Path:

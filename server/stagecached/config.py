@@ -39,6 +39,8 @@ _METAVARS: Final = {
     "max_sessions": "N",
     "merge_threads": "N",
     "drain_timeout_s": "SECONDS",
+    "metrics_port": "PORT",
+    "metrics_address": "ADDRESS",
     "group": "GROUP",
 }
 
@@ -107,6 +109,16 @@ class Settings(BaseSettings):
     )
     group: str = Field(
         default="", description="group whose members may connect too, by name or number; none: only this user"
+    )
+    metrics_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="TCP port of /metrics and of the status page; 0 takes a free one; none: only the Unix socket "
+        "http.sock in the run directory",
+    )
+    metrics_address: str = Field(
+        default="127.0.0.1", description="address that the metrics port is bound to; 0.0.0.0 for all"
     )
     log_format: LogFormat = Field(default="console", description="how log lines look")
     log_level: LogLevel = Field(default="info", description="least level that is logged")

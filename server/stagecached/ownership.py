@@ -59,7 +59,7 @@ class RunDirectory:
                 "--socket."
             ) from None
         try:
-            shm_lock = _wait_for_lock(paths.shm_lock, SHM_LOCK_TIMEOUT_S)
+            shm_lock = LifeLock.wait(paths.shm_lock, SHM_LOCK_TIMEOUT_S)
         except LockHeldError:
             holder = _holder(paths.shm_lock)
             lock.release()
@@ -101,17 +101,6 @@ def _make_directory(path: Path, access: Access, *, ours: bool) -> None:
                 f"{path} is no directory of uid {os.geteuid()}. Remove it, or choose another --socket."
             ) from None
     access.open_directory(path)
-
-
-def _wait_for_lock(path: Path, timeout_s: float) -> LifeLock:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            return LifeLock(path)
-        except LockHeldError:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(0.02)
 
 
 def _write_holder(path: Path, paths: RunPaths) -> None:

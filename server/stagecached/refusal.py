@@ -14,6 +14,9 @@ import grpc
 from stagecache_wire.v1 import stagecache_pb2 as pb
 
 ERROR_METADATA_KEY: Final = "stagecache-error-bin"
+MAX_TEXT_BYTES: Final = 1500
+MAX_DETAILS_BYTES: Final = 300
+"""An Error travels in trailing metadata, of which gRPC clients accept 8 KiB unless told otherwise."""
 
 _CODES: Final[dict[int, grpc.StatusCode]] = {
     pb.REASON_UNSPECIFIED: grpc.StatusCode.INVALID_ARGUMENT,
@@ -45,9 +48,9 @@ class Refusal(Exception):
     ) -> None:
         super().__init__(f"{message} {remedy}" if remedy else message)
         self.reason = reason
-        self.message = message
-        self.remedy = remedy
-        self.facts = {name: str(value) for name, value in (facts or {}).items()}
+        self.message = _cut(message, MAX_TEXT_BYTES)
+        self.remedy = _cut(remedy, MAX_DETAILS_BYTES)
+        self.facts = {name: _cut(str(value), 64) for name, value in (facts or {}).items()}
 
     @property
     def code(self) -> grpc.StatusCode:
@@ -72,7 +75,13 @@ async def abort(context: Any, refusal: Refusal) -> NoReturn:
     """End the call of a ``grpc.aio.ServicerContext`` with the refusal's status and its Error as trailing metadata."""
     await context.abort(
         refusal.code,
-        str(refusal),
+        _cut(str(refusal), MAX_DETAILS_BYTES),
         trailing_metadata=((ERROR_METADATA_KEY, refusal.to_wire().SerializeToString()),),
     )
     raise AssertionError("context.abort returned")
+
+
+def _cut(text: str, limit: int) -> str:
+    """The text in at most ``limit`` bytes."""
+    raw = text.encode()
+    return text if len(raw) <= limit else raw[: limit - 3].decode(errors="ignore") + "..."

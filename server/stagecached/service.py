@@ -188,15 +188,11 @@ class StageCacheService(pb_grpc.StageCacheServicer):
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchEvent]:
         caller = _caller(context)
-        stage = request.stage
-        if caller.role == "worker":
-            stage = self._manager.get(caller.session_id).manifest.stage
-        watcher = self._hub.open(caller, stage)
+        session = self._manager.get(caller.session_id) if caller.role == "worker" else None
+        watcher = self._hub.open(caller, request.stage if session is None else session.manifest.stage)
         try:
-            if caller.role == "worker":
-                session = self._manager.get(caller.session_id)
-                if session.state is State.FAILED:
-                    self._hub.session_failed(session.session_id, pb.REASON_SESSION_FAILED, session.failure)
+            if session is not None and session.state is State.FAILED:
+                watcher.tell(self._hub.failed_event(session.failure))
             async for event in watcher.events():
                 yield event
         finally:

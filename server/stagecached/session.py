@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -11,12 +12,13 @@ from enum import Enum
 from typing import Final
 
 from stagecache_wire.geometry import Geometry, KeySchema
+from stagecache_wire.layout import ABI
 from stagecache_wire.names import SessionNames
 from stagecache_wire.v1 import stagecache_pb2 as pb
 from stagecached.budget import Reservation
 from stagecached.consumer import Consumer
 from stagecached.keystore import KeyStore
-from stagecached.manifest import Manifest
+from stagecached.manifest import GeometryEntry, KeyEntry, Manifest
 from stagecached.refusal import Refusal
 from stagecached.segments import SessionSegments
 
@@ -51,6 +53,21 @@ class AttachSpec:
     @property
     def label(self) -> str:
         return label_of(self.model, self.stage, self.rank)
+
+    def manifest(self, session_id: str, schemas: list[KeySchema]) -> Manifest:
+        """The manifest of a session that was granted this with these keys, their ids in order from 0."""
+        return Manifest(
+            abi=ABI,
+            session_id=session_id,
+            model=self.model,
+            stage=self.stage,
+            rank=self.rank,
+            pid=self.pid,
+            geometry=GeometryEntry.of(self.geometry),
+            keys=[KeyEntry.of(key_id, schema) for key_id, schema in enumerate(schemas)],
+            next_key_id=len(schemas),
+            attached_unix_s=time.time(),
+        )
 
 
 def label_of(model: str, stage: str, rank: int) -> str:

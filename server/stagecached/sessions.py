@@ -35,7 +35,7 @@ from stagecached.consumer import Consumer
 from stagecached.keymemory import KeyMemory
 from stagecached.keystore import KeyStore
 from stagecached.liveness import Liveness
-from stagecached.manifest import GeometryEntry, KeyEntry, Manifest, ManifestStore
+from stagecached.manifest import Manifest, ManifestStore
 from stagecached.refusal import Refusal
 from stagecached.segments import SessionSegments
 from stagecached.session import AttachSpec, Session, State, label_of, unknown_session
@@ -49,6 +49,9 @@ UNMAP_TIMEOUT_S: Final = 2.0
 """Longest wait for calls that still read a session which has ended."""
 
 ConsumerFactory = Callable[[SessionSegments, Callable[[int, str], None], Callable[[int], None]], Consumer]
+
+SessionEvent = Callable[[str, Session, str], None]
+"""Called with ``attached``, ``adopted``, ``failed`` or ``ended``, the session, still mapped, and why."""
 
 log = structlog.get_logger()
 
@@ -75,6 +78,7 @@ class SessionManager:
         self.budget = budget
         self.hub = hub
         self.background = Background()
+        self.on_event: SessionEvent = lambda event, session, why: None
         self.liveness = Liveness(self._worker_died)
         self._keys = SessionKeys(budget, manifests, memory, access, self.background)
         self._manifests = manifests
@@ -185,9 +189,8 @@ class SessionManager:
             raise
         for reservation in reservations:
             reservation.settled()
-        session = self._start(
-            _manifest(session_id, spec, schemas), segments, reservations[0], dict(enumerate(reservations[1:]))
-        )
+        manifest = spec.manifest(session_id, schemas)
+        session = self._start(manifest, segments, reservations[0], dict(enumerate(reservations[1:])))
         for schema in schemas:
             self._memory.remember(spec.model, spec.stage, schema)
         log.info(
@@ -244,7 +247,7 @@ class SessionManager:
                 for key_id, schema in enumerate(schemas):
                     segments.open_key(key_id, schema, progress_of(spec.label))
                 self._access.open_session(names)
-                self._manifests.save(_manifest(names.session_id, spec, schemas))
+                self._manifests.save(spec.manifest(names.session_id, schemas))
             except BaseException:
                 segments.unlink()
                 segments.close()
@@ -303,6 +306,7 @@ class SessionManager:
         self._sessions[session_id] = session
         self._expected.pop(session_id, None)
         consumer.start()
+        self.on_event("adopted" if adopted else "attached", session, "")
         return session
 
     # ---------------------------------------------------------------- endings
@@ -346,6 +350,7 @@ class SessionManager:
         async with session.key_lock:
             await self.background.in_thread(remove)
         self.hub.session_ended(session_id)
+        self.on_event("ended", session, why)
         session.merges.shutdown(wait=False, cancel_futures=True)
         if await session.wait_idle(UNMAP_TIMEOUT_S):
             await self.background.in_thread(segments.close)
@@ -365,7 +370,8 @@ class SessionManager:
             return
         session.failure = message
         session.move(State.FAILED)
-        self.hub.session_failed(session_id, pb.REASON_SESSION_FAILED, message)
+        self.on_event("failed", session, message)
+        self.hub.session_failed(session_id, message)
         log.error("session failed", session=session_id, label=session.label, reason=reason, message=message)
 
     def _key_closed(self, session_id: str, key_id: int) -> None:
@@ -391,18 +397,3 @@ class SessionManager:
     def _check_not_draining(self) -> None:
         if self._draining:
             raise Refusal(pb.REASON_SHUTTING_DOWN, "the daemon is stopping.", "Try again when it is back.")
-
-
-def _manifest(session_id: str, spec: AttachSpec, schemas: list[KeySchema]) -> Manifest:
-    return Manifest(
-        abi=layout.ABI,
-        session_id=session_id,
-        model=spec.model,
-        stage=spec.stage,
-        rank=spec.rank,
-        pid=spec.pid,
-        geometry=GeometryEntry.of(spec.geometry),
-        keys=[KeyEntry.of(key_id, schema) for key_id, schema in enumerate(schemas)],
-        next_key_id=len(schemas),
-        attached_unix_s=time.time(),
-    )

@@ -81,9 +81,13 @@ class WatchHub:
         for watcher in self._of_session(session_id):
             watcher.tell(self._event(pb.WatchEvent.KIND_RESET, cause))
 
-    def session_failed(self, session_id: str, reason: pb.Reason, cause: str) -> None:
+    def session_failed(self, session_id: str, cause: str) -> None:
+        """Tell a worker that a bad record ended its session."""
         for watcher in self._of_session(session_id):
-            watcher.tell(self._event(pb.WatchEvent.KIND_FAILED, cause, reason))
+            watcher.tell(self.failed_event(cause))
+
+    def failed_event(self, cause: str) -> pb.WatchEvent:
+        return self._event(pb.WatchEvent.KIND_FAILED, cause, pb.REASON_SESSION_FAILED)
 
     def session_ended(self, session_id: str) -> None:
         """End the streams of a session that is no more."""

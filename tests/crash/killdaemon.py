@@ -26,11 +26,10 @@ import sys
 import time
 from typing import Any
 
-from tests.crash.mutant_consumers import CONSUMERS
-from tests.crash.points import Plan, killing, printer, tear_stores
-
 from stagecached import config, daemon, logs
 from stagecached.consumer import Consumer
+from tests.crash.mutant_consumers import CONSUMERS
+from tests.crash.points import Plan, killing, printer, tear_stores
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1

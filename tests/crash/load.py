@@ -11,13 +11,13 @@ from random import Random
 from typing import Any
 
 import torch
-from tests.crash.oracle import HIDDEN, RowKind
-from tests.crash.workload import DEFERRED, KINDS, PASSING, Step, View, Workload
 
 from stagecache.cache import StageCache
 from stagecache.errors import StageCacheError, UnreadableHitError
 from stagecache.policy import ModelCachePolicy
 from stagecache_wire.geometry import Geometry, KeySchema
+from tests.crash.oracle import HIDDEN, RowKind
+from tests.crash.workload import DEFERRED, KINDS, PASSING, Step, View, Workload
 
 POISON = 0xA5
 
@@ -54,12 +54,18 @@ class Load:
     """
 
     def __init__(
-        self, socket: Path, seed: int, *, wait_s: float = 8.0, before_new_key: Callable[[Load], None] | None = None,
-        passing_keys: bool = True, **attach: Any,
-    ) -> None:  # fmt: skip
+        self,
+        socket: Path,
+        seed: int,
+        *,
+        wait_s: float = 8.0,
+        before_new_key: Callable[[Load], None] | None = None,
+        workload: Workload | None = None,
+        **attach: Any,
+    ) -> None:
         """wait_s: longest wait of a save or a hit. before_new_key: called before a step with a key seen first."""
         self.rng = Random(seed * 7 + 1)
-        self.workload = Workload(seed, passing_keys=passing_keys)
+        self.workload = workload or Workload(seed)
         self.view = View(self.workload.block_size)
         self.depth = attach.pop("staging_depth", 4)
         self.cache = StageCache.attach(

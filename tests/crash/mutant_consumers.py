@@ -1,4 +1,4 @@
-"""The daemon's half of ``tests.crash.mutants``: consumers that keep one rule of the log protocol less. No torch here."""
+"""The daemon's half of ``tests.crash.mutants``: consumers that break one rule of the log protocol. No torch here."""
 
 from __future__ import annotations
 
@@ -32,9 +32,12 @@ class ConsumedSeldom(Consumer):
         done = self._segments.consumed
         while done < self._segments.head:
             done += 1
-            self._do(self._read(done))
-            if done % 4 == 0 or done == self._segments.head:
+            record = self._read(done)
+            self._do(record)
+            if done % 8 == 0 or done == self._segments.head:
                 self._publish(done)
+            elif record.kind is Kind.SAVE:
+                self._point("after_unpublished_save")
 
 
 class GatherThenWrite(Consumer):
@@ -44,6 +47,8 @@ class GatherThenWrite(Consumer):
         if record.kind is Kind.SAVE:
             self._gather(record)
             self._save(record)
+            if len(record.gathers):
+                self._point("after_both")
         else:
             super()._do(record)
 
@@ -111,7 +116,9 @@ class AllocatesExtents(Consumer):
 
     def _publish(self, sequence: int) -> None:
         super()._publish(sequence)
-        self._words[SPARE_WORD] = self._next
+        if self._words[SPARE_WORD] != self._next:
+            self._point("before_allocated")
+            self._words[SPARE_WORD] = self._next
 
 
 class CountsDoorbells(Consumer):

@@ -14,7 +14,6 @@ from unittest import mock
 
 import posix_ipc
 import torch
-from tests.crash.mutant_consumers import CONSUMERS, credit_of
 
 from stagecache.arena import Arena
 from stagecache.hits import HitReader
@@ -24,6 +23,7 @@ from stagecache.saver import StepSaver
 from stagecache.session import Session
 from stagecache_wire import layout
 from stagecache_wire.records import Kind, Record
+from tests.crash.mutant_consumers import credit_of
 
 
 @contextlib.contextmanager
@@ -34,10 +34,15 @@ def unchanged() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Mutant:
-    """One variant: the consumer of that name runs in the daemon, ``client`` patches this process while a run lasts."""
+    """One variant: the consumer of that name runs in the daemon, ``client`` patches this process while a run lasts.
+
+    points: where a death must do harm, the mutant's own ones among them. farthest: the last visit to die at.
+    """
 
     name: str
+    points: tuple[str, ...]
     client: Callable[[], AbstractContextManager[None]] = unchanged
+    farthest: int = 4
 
 
 @contextlib.contextmanager
@@ -166,11 +171,15 @@ def versions_counted() -> Iterator[None]:
         yield
 
 
-_CLIENTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "gather and write in one record": gathers_ride_on_the_next_save,
-    "page credit pushed before consumed": pages_by_credit,
-    "page credit pushed after consumed": pages_by_credit,
-    "the daemon allocates extents": extents_from_the_results,
-    "version as a counter": versions_counted,
-}
-MUTANTS = tuple(Mutant(name, _CLIENTS.get(name, unchanged)) for name in CONSUMERS)
+_EFFECTS = ("after_slot_words", "after_scatter", "after_written", "before_consumed")
+
+MUTANTS = (
+    Mutant("consumed before the effect", ("after_consumed", "after_doorbell", *_EFFECTS[:-1])),
+    Mutant("consumed only every few records", ("after_unpublished_save",)),
+    Mutant("gather and write in one record", ("after_both",), gathers_ride_on_the_next_save, farthest=3),
+    Mutant("page credit pushed before consumed", ("before_consumed",), pages_by_credit),
+    Mutant("page credit pushed after consumed", ("after_consumed", "after_doorbell"), pages_by_credit),
+    Mutant("the daemon allocates extents", ("before_allocated",), extents_from_the_results),
+    Mutant("semaphore count as truth", _EFFECTS),
+    Mutant("version as a counter", ("after_version", *_EFFECTS), versions_counted),
+)

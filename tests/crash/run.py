@@ -13,6 +13,7 @@ from typing import Any
 from tests.crash.load import Load, WrongError, wait_until
 from tests.crash.mutants import Mutant
 from tests.crash.supervisor import Supervisor
+from tests.crash.workload import Workload
 
 STEPS_AFTER = 30
 """Steps on the last daemon, which stays."""
@@ -47,7 +48,8 @@ def crash_run(
     seed: int,
     mutant: Mutant | None = None,
     deadline_s: float = 90.0,
-    passing_keys: bool = True,
+    workload: Workload | None = None,
+    hold_s: float = 0.02,
     **load: Any,
 ) -> Report:
     """Run a load until every death of the plan has happened, and some steps more.
@@ -59,15 +61,20 @@ def crash_run(
     with contextlib.ExitStack() as stack:
         if mutant is not None:
             stack.enter_context(mutant.client())
-        keeper = Supervisor(folder, plan, seed=seed, mutant=mutant.name if mutant is not None else "")
+        keeper = Supervisor(folder, plan, seed=seed, hold_s=hold_s, mutant=mutant.name if mutant is not None else "")
         stack.enter_context(keeper)
 
         def settled(load: Load) -> None:
             """A new key is opened by a call: the daemon must be there, and not die in it."""
             session = load.cache.session
-            wait_until(lambda: session.log.consumed == session.log.head and keeper.serves(), "a daemon without work")
 
-        worker = Load(keeper.socket, seed, before_new_key=settled, passing_keys=passing_keys, **load)
+            def idle() -> bool:
+                session.check()
+                return session.log.consumed == session.log.head and keeper.serves()
+
+            wait_until(idle, "a daemon without work")
+
+        worker = Load(keeper.socket, seed, before_new_key=settled, workload=workload, **load)
         stack.callback(worker.close)
         try:
             after = STEPS_AFTER

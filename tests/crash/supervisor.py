@@ -12,10 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.crash.load import WrongError, wait_until
-
 from stagecache.control import ping
 from stagecache.errors import StageCacheError
+from tests.crash.load import WrongError, wait_until
 
 STOP_S = 15.0
 

@@ -11,9 +11,9 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from tests.crash.oracle import HIDDEN, Oracle, RowKind
 
 from stagecache.step import NewRequest, SchedulerStep
+from tests.crash.oracle import HIDDEN, Oracle, RowKind
 
 KINDS: dict[str, RowKind] = {
     HIDDEN: RowKind("float32", (3,), 12),
@@ -75,12 +75,21 @@ class Workload:
     """Makes steps, and knows what each must give."""
 
     def __init__(
-        self, seed: int, *, num_blocks: int = 20, block_size: int = 4, capacity: int = 24, passing_keys: bool = True
+        self,
+        seed: int,
+        *,
+        num_blocks: int = 20,
+        block_size: int = 4,
+        capacity: int = 24,
+        churn: float = 0.25,
+        passing_keys: bool = True,
     ) -> None:
+        """churn: how many of the running requests end in a step."""
         self.rng = Random(seed)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.capacity = capacity
+        self.churn = churn
         self.passing_keys = passing_keys
         self.oracle = Oracle()
         self.live: dict[str, Live] = {}
@@ -102,7 +111,7 @@ class Workload:
         if step.reset_before:
             self.resets += 1
             self.oracle.reset()
-        plan.finished_req_ids = {*self._limbo, *(name for name in self.live if rng.random() < 0.25)}
+        plan.finished_req_ids = {*self._limbo, *(name for name in self.live if rng.random() < self.churn)}
         self._limbo = []
         plan.preempted_req_ids = {
             name for name in self.live if name not in plan.finished_req_ids and rng.random() < 0.06

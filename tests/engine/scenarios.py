@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def in_process(checkpoint: Path, out: Path) -> dict[str, Any]:
 
 
 def preempted(checkpoint: Path, out: Path) -> dict[str, Any]:
-    """Few blocks and long answers: requests are preempted, resumed with hits, and prompts come complete all the same."""
+    """Few blocks and long answers: requests are preempted, resumed with hits, and prompts come complete nonetheless."""
     from stagecache.shim.vllm import on_step
 
     prompts = {f"r{number}": SHARED[:40] + tokens(20 + number, 60) for number in range(6)}
@@ -183,10 +184,7 @@ def preempted(checkpoint: Path, out: Path) -> dict[str, Any]:
     llm = make_engine(checkpoint, enable_prefix_caching=False)
     uncached = recorded(lambda: generate(llm, prompts))
     stop(llm)
-    once = all(
-        all(later[0] == earlier[1] for earlier, later in zip(all_spans, all_spans[1:], strict=False))
-        for all_spans in spans.values()
-    )
+    once = all(all(later[0] == earlier[1] for earlier, later in pairwise(all_spans)) for all_spans in spans.values())
     return {
         "resumed_with_hits": len(resumed),
         "prompts": {name: judge(cached[name], uncached[name].hidden, 0) for name in prompts},
@@ -202,8 +200,9 @@ def without_daemon(checkpoint: Path, out: Path) -> dict[str, Any]:
         def emit(self, record: logging.LogRecord) -> None:
             warnings.append(record.getMessage())
 
-    logger = logging.getLogger("vllm.stagecache")
-    logger.addHandler(Keep(logging.WARNING))
+    import vllm  # noqa: F401  its logging configuration, which clears handlers below its own
+
+    logging.getLogger("vllm.stagecache").addHandler(Keep(logging.WARNING))
     from stagecache.shim.vllm import on_step
 
     llm = make_engine(checkpoint)

@@ -19,7 +19,8 @@ Where a rule leaves a choice, this is how the model reads it:
 - A materialize that raises has consumed its step and hands out nothing, for any request of the call.
 - A key that is declared or confirmed and comes with another first dimension, dtype or row shape is refused (K3). A
   provisional one becomes leftover from that step on; steps saved before it keep the result they had.
-- A key is provisional while each step that showed it had as many tokens as requests (K1).
+- A key is provisional while each step that showed it had as many tokens as requests (K1). A step without tokens says
+  nothing about any key.
 - The slots of a step that new_step_starts refused are lost too (W8); its finishes and preemptions have happened.
 """
 
@@ -235,17 +236,16 @@ class ReferenceCache:
 
     def sort_value(self, key: str, value: Any, outputs: Outputs, step: Step, saved: Saved) -> None:
         """K1 to K4: per-token rows, a refusal, or a leftover."""
-        if key in self.leftover_keys or not isinstance(value, Tensor):
-            saved.leftovers[key] = value
-            return
         n = outputs.unpadded
+        if key in self.leftover_keys or not isinstance(value, Tensor) or not n:
+            if key != HIDDEN:
+                saved.leftovers[key] = value
+            return
         fits = len(value.rows) in (n, outputs.padded)
         known = self.schemas.get(key)
         ambiguous = n == len(step.batch)
-        if known is None and key != HIDDEN and not (fits and n):
+        if known is None and key != HIDDEN and not fits:
             saved.leftovers[key] = value
-            return
-        if known is None and not n:
             return
         if known is None:
             known = self.schemas[key] = Schema(value.dtype, value.row_shape)

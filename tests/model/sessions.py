@@ -21,9 +21,10 @@ class Sessions:
     def __init__(self, socket: str):
         self._socket = socket
         self._open: dict[str, RealCache] = {}
-        self._served: Counter[str] = Counter()
+        self._by_setup: Counter[str] = Counter()
         self._pool = ThreadPoolExecutor(1, "materialize")
         self.attached = 0
+        self.served = 0
 
     def run(self, plan: Plan) -> Run:
         """Run a plan on the model and on a session.
@@ -39,8 +40,9 @@ class Sessions:
         except BaseException:
             self._end(setup)
             raise
-        self._served[setup.name] += 1
-        if not setup.reuse or self._served[setup.name] % SEQUENCES_A_SESSION == 0:
+        self.served += 1
+        self._by_setup[setup.name] += 1
+        if not setup.reuse or self._by_setup[setup.name] % SEQUENCES_A_SESSION == 0:
             self._end(setup)
         return run
 

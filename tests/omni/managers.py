@@ -11,6 +11,7 @@ With vLLM-Omni 0.32.0rc1 ``peer`` and ``slots`` go through its scheduler adapter
 from __future__ import annotations
 
 import inspect
+from itertools import count
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ ADAPTER_API = "write_layout" in inspect.signature(OmniPrefixCacheManager.save_ou
 """Whether this is a release with scheduler adapter and write layouts (0.32.0rc1)."""
 
 KINDS = ("peer", "sidecar", "slots", "adapter")
+
+_models = (f"model-{number}" for number in count())
+"""Each manager has a model of its own: keys are remembered by model."""
 
 
 class ManagerCache:
@@ -61,12 +65,13 @@ class ManagerCache:
         adapter = omni.PrefixCacheSchedulerAdapter() if ADAPTER_API else None
         if self.kind == "peer":
             return OmniPrefixCacheManager(config, **({} if ADAPTER_API else {"view": self.view})), adapter
+        ours = {"socket": socket, "model": next(_models), "arena_bytes": 1 << 20}
         if self.kind == "adapter":
-            return SidecarPrefixCacheManager(config, socket=socket), SidecarSchedulerAdapter()
+            return SidecarPrefixCacheManager(config, **ours), SidecarSchedulerAdapter()
         if self.kind == "slots":
             view = None if ADAPTER_API else SlotView(self.view)
-            return SidecarPrefixCacheManager(config, view, socket=socket), adapter
-        return SidecarPrefixCacheManager(config, self.view, socket=socket), None
+            return SidecarPrefixCacheManager(config, view, **ours), adapter
+        return SidecarPrefixCacheManager(config, self.view, **ours), None
 
     def new_step_starts(self, step: Step) -> None:
         output = self.outputs.of(step)

@@ -71,7 +71,7 @@ def test_remove_may_be_repeated(store: ManifestStore) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ('"version":1', '"version":2'),
+        ('"version": 1', '"version": 2'),
         (f'"{SESSION}"', '"../../../../etc/pw"'),
         (f'"{SESSION}"', '"fedcba9876543210"'),
         ('"stage"', '"stages"'),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from stagecache_wire import locks
 from stagecache_wire.locks import LifeLock
 from stagecache_wire.names import RunPaths
 from stagecached import ownership
@@ -49,7 +50,7 @@ def test_released_directory_may_be_claimed_again_and_leaves_no_lock(paths: RunPa
 def test_lock_that_a_sweep_holds_for_a_moment_is_waited_for(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     RunDirectory.claim(paths, Access()).release(keep_sessions=False)
     sweeper = LifeLock(paths.shm_lock)
-    monkeypatch.setattr(ownership.time, "sleep", lambda _: sweeper.release(unlink=True))
+    monkeypatch.setattr(locks.time, "sleep", lambda _: sweeper.release(unlink=True))
     RunDirectory.claim(paths, Access()).release(keep_sessions=False)
 
 

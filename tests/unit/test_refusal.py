@@ -28,3 +28,10 @@ def test_unexpected_error_tells_the_caller_nothing_of_itself() -> None:
 def test_reason_of_a_newer_daemon_is_passed_on() -> None:
     assert reason_name(9999) == "REASON_9999"
     assert isinstance(error_from_wire(pb.Error(message="new.")), errors.CallRefusedError)
+
+
+def test_error_stays_small_enough_for_metadata() -> None:
+    """gRPC clients accept 8 KiB of metadata, in which bytes are base64."""
+    refusal = Refusal(pb.REASON_BUDGET_EXCEEDED, "é" * 10_000, "ü" * 10_000, {f"fact{i}": "x" * 1000 for i in range(8)})
+    assert len(refusal.to_wire().SerializeToString()) < 3072
+    assert refusal.message.endswith("...")

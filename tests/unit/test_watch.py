@@ -43,7 +43,7 @@ def test_reset_goes_to_the_schedulers_of_the_stage() -> None:
 def test_failure_goes_to_the_sessions_worker_only() -> None:
     hub = WatchHub(7)
     mine, other = hub.open(Caller("1", "worker"), "a"), hub.open(Caller("2", "worker"), "a")
-    hub.session_failed("1", pb.REASON_SESSION_FAILED, "why")
+    hub.session_failed("1", "why")
     assert kinds(mine, other) == [[Kind.KIND_HELLO, Kind.KIND_FAILED], [Kind.KIND_HELLO]]
 
 

@@ -74,8 +74,9 @@ class SchedulerShim:
         self._causes.append(cause)
 
     @property
-    def reset_pending(self) -> bool:
-        return bool(self._causes)
+    def pending(self) -> tuple[str, ...]:
+        """Causes of the reset that the next schedule() will do."""
+        return tuple(self._causes)
 
     # ------------------------------------------------------- wrapped methods
 

@@ -284,13 +284,13 @@ def _attach(runner: Any, config: Any, kv_cache_config: Any, block_size: int) -> 
         if os.environ.get("STAGECACHE_REQUIRED") == "1":
             raise
         logger.warning(
-            "stagecache: no row cache for stage %s, the engine runs on without it. Socket %s: %s. Requests that hit "
-            "the prefix cache will have no rows for their prefix",
+            "stagecache: no row cache for stage %s, the engine runs on without it, and requests that hit the "
+            "prefix cache have no rows for their prefix. Asked at %s: %s",
             stage,
             socket,
             error,
         )
-        return None, f"the worker could not attach at {socket} ({error})"
+        return None, "the worker could not attach (" + str(error).rstrip(".") + ")"
     blocks = int(kv_cache_config.num_blocks)
     logger.info("stagecache: stage %s attached at %s, %d blocks of %d tokens", stage, socket, blocks, block_size)
     return cache, ""

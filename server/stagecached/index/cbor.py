@@ -21,6 +21,9 @@ TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 _UNSIGNED, _NEGATIVE, _BYTES, _TEXT, _ARRAY = 0x00, 0x20, 0x40, 0x60, 0x80
 _FALSE, _TRUE, _NULL = b"\xf4", b"\xf5", b"\xf6"
 
+# Up to so many token ids, encoding one by one is faster than the numpy calls.
+_FEW_TOKENS = 48
+
 # Columns of the widest encoding of a token id below 2**32: one initial byte and four of the number.
 _WIDTH = 5
 
@@ -65,7 +68,7 @@ def encode_token_blocks(token_ids: TokenIds, block_size: int) -> list[bytes]:
     """The encodings of the token ids, a bytes object for each full block, without the array heads.
 
     token_ids: integers of 64 bits or less; what lies beyond the last full block is not encoded. All of a prompt is
-    encoded in a few numpy calls: 32,768 ids take about 2 ms.
+    encoded in a few numpy calls: 32,768 ids take about 3 ms.
     """
     if block_size < 1:
         raise ValueError(f"a block of {block_size} tokens was asked for; give at least 1")
@@ -73,7 +76,7 @@ def encode_token_blocks(token_ids: TokenIds, block_size: int) -> list[bytes]:
     if num_blocks == 0:
         return []
     ids = _as_integers(token_ids)[: num_blocks * block_size]
-    if int(ids.min()) < 0 or int(ids.max()) >= 1 << 32:
+    if len(ids) <= _FEW_TOKENS or int(ids.min()) < 0 or int(ids.max()) >= 1 << 32:
         encoded = [encode(token_id) for token_id in ids.tolist()]
         return [b"".join(encoded[i : i + block_size]) for i in range(0, len(encoded), block_size)]
     return _encode_uint32_blocks(ids.astype(np.uint32, copy=False), block_size)

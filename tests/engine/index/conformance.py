@@ -217,19 +217,23 @@ ACTIONS = (
     + ["admit_external"]
     + ["step"] * 9
     + ["finish"] * 3
-    + ["abort", "preempt", "look_up", "evict"]
+    + ["abort", "preempt", "look_up", "evict", "reset"]
 )
 
 
 def scenarios(max_actions: int = 60) -> st.SearchStrategy[Scenario]:
-    number = st.integers(0, 255)
-    action = st.tuples(st.sampled_from([*ACTIONS, "reset"]), number, number, number)
+    """Four bytes an action: as one draw of bytes, since drawing would else take longer than playing."""
+
+    def decode(data: bytes) -> list[tuple[str, int, int, int]]:
+        whole = len(data) // 4 * 4
+        return [(ACTIONS[data[i] % len(ACTIONS)], *data[i + 1 : i + 4]) for i in range(0, whole, 4)]
+
     return st.builds(
         Scenario,
         num_blocks=st.integers(4, 48),
         block_size=st.sampled_from([1, 2, 4]),
         num_lookahead_tokens=st.sampled_from([0, 0, 0, 1, 3]),
-        actions=st.lists(action, min_size=max_actions // 3, max_size=max_actions),
+        actions=st.binary(min_size=4 * max_actions // 2, max_size=4 * max_actions).map(decode),
     )
 
 

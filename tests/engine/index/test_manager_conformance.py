@@ -43,7 +43,7 @@ LEAST = {
 }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)  # 30 s on an idle core
 def test_same_ids_hits_and_free_order_as_vllm_at_every_step() -> None:
     seen: Counter[str] = Counter()
 
@@ -147,9 +147,9 @@ def _eviction_drops_the_duplicates_too(patch: pytest.MonkeyPatch) -> None:
 def _duplicates_not_kept(patch: pytest.MonkeyPatch) -> None:
     original = BlockHashMap.insert
 
-    def insert(self: BlockHashMap, block: Block, block_hash: bytes) -> None:
+    def insert(self: BlockHashMap, block: Block, block_hash: bytes, after: Block | None = None) -> None:
         if block_hash not in self:
-            original(self, block, block_hash)
+            original(self, block, block_hash, after)
 
     patch.setattr(BlockHashMap, "insert", insert)
 

@@ -55,10 +55,13 @@ def test_other_values_are_refused(value: object) -> None:
         [0, 23, 24, 255, 256, 65535, 65536, 2**32 - 1],
         [1, 2, 3, 4, 5, 6, 7, 8],
         [-1, 0, 2**40, 5, 6, 7, 8, 9],
+        [n * 2654435761 % 2**32 >> n % 29 for n in range(400)],
+        [n * 2654435761 % 2**32 >> n % 29 for n in range(399)] + [2**32],
     ],
+    ids=["widths", "small", "beyond_32_bits", "many", "many_and_one_beyond_32_bits"],
 )
 def test_blocks_of_tokens_are_encoded_as_their_tuple(token_ids: list[int]) -> None:
-    expected = [encode(tuple(token_ids[i : i + 4])) for i in (0, 4)]
+    expected = [encode(tuple(token_ids[i : i + 4])) for i in range(0, len(token_ids), 4)]
     for ids in (token_ids, tuple(token_ids), np.array(token_ids), [*token_ids, 7, 7, 7]):
         assert [encode_array_head(4) + block for block in encode_token_blocks(ids, 4)] == expected
 

@@ -149,10 +149,10 @@ def test_a_reset_asked_for_by_any_thread_is_done_before_the_next_schedule() -> N
     thread.start()
     thread.join()
     assert shim.epoch == 0
-    assert shim.reset_pending
+    assert shim.pending
     assert scheduler.schedule().stagecache_epoch == 1  # type: ignore[attr-defined]
     assert scheduler.calls == ["preempt a True", "preempt b True", "schedule False"]
-    assert not shim.reset_pending
+    assert not shim.pending
     assert scheduler.schedule().stagecache_epoch == 1  # type: ignore[attr-defined]
 
 
@@ -161,7 +161,7 @@ def test_a_reset_of_the_engine_itself_answers_what_was_asked_for_before() -> Non
     shim = install(scheduler)
     shim.request_reset("collective_rpc(reload_weights)")
     assert scheduler.reset_prefix_cache()
-    assert not shim.reset_pending
+    assert not shim.pending
     scheduler.schedule()
     assert shim.epoch == 1
 
@@ -187,7 +187,7 @@ def test_where_blocks_are_held_all_hashes_go_and_the_epoch_rises_all_the_same() 
     shim.request_reset("operator")
     assert scheduler.schedule().stagecache_epoch == 1  # type: ignore[attr-defined]
     assert scheduler.kv_cache_manager.evicted == [set(range(8))]
-    assert not shim.reset_pending
+    assert not shim.pending
 
 
 @pytest.mark.parametrize(
@@ -245,8 +245,8 @@ def test_a_worker_in_the_same_process_asks_the_schedulers_of_its_stage() -> None
     install(one, stage="thinker")
     install(other, stage="talker")
     assert request_reset("rows were lost", "thinker") == 1
-    assert shim_of(one).reset_pending  # type: ignore[union-attr]
-    assert not shim_of(other).reset_pending  # type: ignore[union-attr]
+    assert shim_of(one).pending  # type: ignore[union-attr]
+    assert not shim_of(other).pending  # type: ignore[union-attr]
     assert request_reset("rows were lost", "elsewhere") == 0
     assert request_reset("rows were lost") >= 2
 

@@ -54,6 +54,7 @@ class SidecarPrefixCacheManager:
         model, stage, rank: whose session this is. stage: STAGECACHE_STAGE by default.
         keys: keys to open at once, besides those of STAGECACHE_KEYS and those remembered for (model, stage).
         policy: what the model wants cached, if known already.
+        arena_bytes: size of the merge arena; 0 is the client's default.
 
     Raises:
         DaemonUnavailableError: nobody answers at the socket.
@@ -72,6 +73,7 @@ class SidecarPrefixCacheManager:
         rank: int = 0,
         keys: Sequence[KeySchema] = (),
         policy: Any = None,
+        arena_bytes: int = 0,
     ) -> None:
         socket = socket or os.environ.get("STAGECACHE_SOCKET")
         self.config = config
@@ -93,6 +95,7 @@ class SidecarPrefixCacheManager:
                     block_size=int(config.block_size),
                     staging_capacity_tokens=int(config.staging_capacity_tokens),
                     staging_depth=int(config.staging_depth),
+                    arena_bytes=arena_bytes,
                 ),
                 view=self._view,
                 policy=self._policy,
