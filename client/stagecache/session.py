@@ -108,9 +108,9 @@ class Session:
         if credentials.worker_lock is None:
             raise AttachError("the daemon named no lock for this worker")
         try:
-            lock = LifeLock.wait(credentials.worker_lock, 1.0)
-        except LockHeldError as error:
-            raise AttachError(f"the lock of session {credentials.session_id} is taken: {error}") from error
+            lock = LifeLock.wait(credentials.worker_lock, 1.0, create=False)
+        except (LockHeldError, FileNotFoundError) as error:
+            raise AttachError(f"the lock of session {credentials.session_id} cannot be taken: {error}") from error
         rpc = Rpc(credentials)
         try:
             answer = rpc.attach(

@@ -39,6 +39,7 @@ from stagecached.service import StageCacheService
 from stagecached.sessions import ConsumerFactory, SessionManager
 from stagecached.stats import package_version, resident_bytes
 from stagecached.watch import WatchHub
+from stagecached.web.observatory import Observatory
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
 MAX_CALLS: Final = 1024
@@ -69,6 +70,7 @@ class Daemon:
             merge_threads=settings.merge_threads,
             make_consumer=make_consumer,
         )
+        self._observatory = Observatory(self._manager, paths.socket)
         tokens = Tokens.at(paths.secret)
         self._peer = PeerServer(paths.peer_socket, settings.access, tokens, self._manager, self._boot_id)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
@@ -82,6 +84,10 @@ class Daemon:
         for number, keep in ((signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGUSR1, True)):
             loop.add_signal_handler(number, self._ask_stop, number, keep)
         self._directory.remove_stale_socket()
+        settings, paths = self._settings, self._directory.paths
+        await self._observatory.start(
+            paths.http_socket, settings.access, settings.metrics_address, settings.metrics_port
+        )
         found = await take_over(self._manager, self._manifests)
         polling = loop.create_task(self._manager.liveness.poll())
         await self._serve()
@@ -108,12 +114,15 @@ class Daemon:
         self._settings.access.open_file(socket)
         await self._server.start()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._observatory.serving(True)
 
     async def _shut_down(self, *, keep: bool) -> None:
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._observatory.serving(False)
         await self._peer.stop()
         await self._manager.stop(keep=keep, drain_s=self._settings.drain_timeout_s)
         await self._server.stop(CALLS_GRACE_S)
+        await self._observatory.stop()
         self._settings.paths.socket.unlink(missing_ok=True)
         self._directory.release(keep_sessions=keep)
         log.info("stopped", sessions_kept=keep)
@@ -130,7 +139,7 @@ class Daemon:
     def _make_server(self, tokens: Tokens) -> grpc.aio.Server:
         """No keepalive: a stopped worker is not a dead one."""
         server = grpc.aio.server(
-            interceptors=[Guard(tokens)],
+            interceptors=[self._observatory.interceptor(), Guard(tokens)],
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -52,3 +52,13 @@ def configure(log_format: LogFormat, level: LogLevel) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(max(number, logging.WARNING))
+
+
+def listen(processor: structlog.typing.Processor) -> None:
+    """Let a processor see every line from now on, also of loggers that were used before."""
+    structlog.get_config()["processors"].insert(-1, processor)
+
+
+def unlisten(processor: structlog.typing.Processor) -> None:
+    """Undo ``listen``."""
+    structlog.get_config()["processors"].remove(processor)

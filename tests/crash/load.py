@@ -60,10 +60,12 @@ class Load:
         *,
         wait_s: float = 8.0,
         before_new_key: Callable[[Load], None] | None = None,
+        eager: float = 0.5,
         workload: Workload | None = None,
         **attach: Any,
     ) -> None:
-        """wait_s: longest wait of a save or a hit. before_new_key: called before a step with a key seen first."""
+        """wait_s: longest wait of a save or a hit. before_new_key: called before a step with a key seen first. eager:
+        how often some step is consumed right after a save."""
         self.rng = Random(seed * 7 + 1)
         self.workload = workload or Workload(seed)
         self.view = View(self.workload.block_size)
@@ -88,6 +90,7 @@ class Load:
             gpu_staging_bytes=attach.pop("gpu_staging_bytes", 512),
             **attach,
         )
+        self.eager = eager
         self.steps = 0
         self.checked_rows = 0
         self.unreadable = 0
@@ -104,7 +107,7 @@ class Load:
         """
         try:
             self._begin_and_save(self.workload.next())
-            while self._open and (len(self._open) >= self.depth or self.rng.random() < 0.5):
+            while self._open and (len(self._open) >= self.depth or self.rng.random() < self.eager):
                 self._consume(self.rng.randrange(len(self._open)))
         except StageCacheError as error:
             raise WrongError(f"step {self.steps}: {type(error).__name__}: {error}") from error

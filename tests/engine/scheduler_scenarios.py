@@ -1,4 +1,4 @@
-"""What the tests of the scheduler's side run, each in a process of its own: ``python scheduler_scenarios.py NAME DIR DIR``.
+"""What the tests of the scheduler's side run, each in a process of its own: ``scheduler_scenarios.py NAME DIR DIR``.
 
 A scenario prints one JSON object on its last line.
 """

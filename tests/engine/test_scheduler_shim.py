@@ -29,6 +29,7 @@ def run(checkpoint: Path, engine_environment: dict[str, str], daemon: LocalDaemo
             capture_output=True,
             text=True,
             timeout=240,
+            check=False,
         )
         assert done.returncode == 0, f"{name} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -16,11 +16,19 @@ _BYTE = st.integers(0, 255)
 
 events = st.builds(Event, st.sampled_from(KINDS), _BYTE, _BYTE, _BYTE, _BYTE)
 
+_parts = st.lists(events, max_size=16)
+
+
+def _joined(parts: tuple[list[Event], ...]) -> tuple[Event, ...]:
+    return tuple(event for part in parts for event in part)
+
+
 plans = st.builds(
     Plan,
     st.sampled_from(_SETUPS),
     st.integers(0, 7),
-    st.lists(events, min_size=4, max_size=40).map(tuple),
+    # Several short lists: one long list is short most of the time, and a situation needs a past.
+    st.tuples(_parts, _parts, _parts, _parts).map(_joined),
 )
 
 

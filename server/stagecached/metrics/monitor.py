@@ -20,7 +20,7 @@ from stagecached.metrics.families import Snapshot, families
 from stagecached.metrics.fold import SessionFold, fold_session
 from stagecached.metrics.history import History
 from stagecached.metrics.journal import Journal
-from stagecached.metrics.process import add_process
+from stagecached.metrics.process import add_process, process_families
 from stagecached.metrics.pulse import Pulse
 from stagecached.metrics.survey import BUDGET_S, Survey
 from stagecached.metrics.text import TextWriter
@@ -214,7 +214,7 @@ class Monitor:
 
     def _write(self, shot: Snapshot) -> str:
         self._look(shot.sessions, BUDGET_S)
-        return self._writer.write(families(shot))
+        return self._writer.write(families(shot)) + process_families()
 
 
 def _age(session: Session) -> float:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import platform
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stagecache_wire import layout
 from stagecache_wire.shm import SHM_DIRECTORY
 from stagecached.metrics.families import Snapshot
 from stagecached.stats import package_version
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 _KINDS = {"RssAnon:": "anonymous", "RssFile:": "file", "RssShmem:": "shared"}
 
@@ -39,3 +44,19 @@ def add_process(snapshot: Snapshot, started_unix_s: float) -> None:
     size, free = shm_bytes()
     snapshot.gauge("stagecache_shm_size_bytes", size)
     snapshot.gauge("stagecache_shm_free_bytes", free)
+
+
+def process_families() -> str:
+    """``process_*`` of prometheus_client: CPU seconds, resident memory, descriptors, start time."""
+    from prometheus_client import generate_latest
+
+    return generate_latest(_registry()).decode()
+
+
+@cache
+def _registry() -> CollectorRegistry:
+    from prometheus_client import CollectorRegistry, ProcessCollector
+
+    registry = CollectorRegistry(auto_describe=False)
+    ProcessCollector(registry=registry)
+    return registry

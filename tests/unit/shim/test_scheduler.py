@@ -104,7 +104,7 @@ def test_a_step_carries_the_epoch_and_hashes_up_to_the_end_of_what_it_computes()
         scheduled_cached_reqs=CachedRequests(["goes on", "back"], {"back"}, [None, [[5]]], [32, 79]),
     )
     install(scheduler)
-    output: Any = pickle.loads(pickle.dumps(scheduler.schedule()))
+    output: Any = pickle.loads(pickle.dumps(scheduler.schedule()))  # noqa: S301 - as the engine sends it
     assert output.stagecache_epoch == 0
     assert output.stagecache_block_hashes == {"new": hashes[:3], "back": hashes[:5], "ended meanwhile": []}
 
@@ -273,7 +273,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A module as the engine's, with classes of its own, patched twice."""
     monkeypatch.setattr(shims, "SchedulerWatch", SilentWatch)
     made = ModuleType("vllm.v1.core.sched.scheduler")
-    made.Scheduler = type("Scheduler", (Scheduler,), {"__init__": lambda self, **k: Scheduler.__init__(self, **k)})  # type: ignore[attr-defined]
+    made.Scheduler = type("Scheduler", (Scheduler,), {"__init__": Scheduler.__init__})  # type: ignore[attr-defined]
     made.KVCacheManager = KVCacheManager  # type: ignore[attr-defined]
     patch_scheduler(made)
     patch_scheduler(made)

@@ -55,7 +55,10 @@ def causes(core: Any) -> list[str]:
     ("call", "cause"),
     [
         (lambda core: core.collective_rpc("reload_weights"), "collective_rpc(reload_weights)"),
-        (lambda core: core.collective_rpc("update_weights", None, (), {"update_info": {}}), "collective_rpc(update_weights)"),
+        (
+            lambda core: core.collective_rpc("update_weights", None, (), {"update_info": {}}),
+            "collective_rpc(update_weights)",
+        ),
         (lambda core: core.sleep(), "sleep"),
         (lambda core: core.sleep(0, mode="keep"), "sleep"),
         (lambda core: core.wake_up(["scheduling"]), "wake_up"),
@@ -118,14 +121,18 @@ def test_an_engine_whose_scheduler_is_not_wrapped_is_left_alone(core: Any) -> No
     assert core.collective_rpc("reload_weights") == ["reload_weights"]
 
 
-CHANGE = """reload_weights update_weights start_weight_update finish_weight_update load_weights load_model sleep wake_up
+CHANGE = """
+reload_weights update_weights start_weight_update finish_weight_update load_weights load_model sleep wake_up
 update_named_param reset_named_params receive_weights sync_model_weights update_weights_from_ipc_handles
-handle_sleep_task handle_wake_task checkpoint_restore load_state_dict broadcast_parameters swap_weights""".split()
-KEEP = """get_weight_version init_weight_transfer_engine profile check_health execute_dummy_batch encoder_loaded
+handle_sleep_task handle_wake_task checkpoint_restore load_state_dict broadcast_parameters swap_weights
+"""
+KEEP = """
+get_weight_version init_weight_transfer_engine profile check_health execute_dummy_batch encoder_loaded
 update_max_model_len save_sharded_state remove_lora list_loras get_model_parameters count_params checkpoint_prepare
-synchronize_device set_kv_cache_layout""".split()
+synchronize_device set_kv_cache_layout
+"""
 
 
-@pytest.mark.parametrize(("name", "changes"), [(n, True) for n in CHANGE] + [(n, False) for n in KEEP])
+@pytest.mark.parametrize(("name", "changes"), [(n, True) for n in CHANGE.split()] + [(n, False) for n in KEEP.split()])
 def test_methods_of_workers_count_by_their_names(name: str, changes: bool) -> None:
     assert changes_weights(name) is changes

@@ -17,7 +17,15 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from stagecache.shim.scheduler import install
-from tests.unit.shim.scheduler_kit import BLOCK, Load, SlotWorker, drive, make_model_config, make_request, make_scheduler
+from tests.unit.shim.scheduler_kit import (
+    BLOCK,
+    Load,
+    SlotWorker,
+    drive,
+    make_model_config,
+    make_request,
+    make_scheduler,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -63,7 +71,7 @@ def test_every_step_carries_epoch_and_hashes(name: str, model_config: Any) -> No
 
 
 def receive(connection: Any) -> None:
-    output = pickle.loads(connection.recv_bytes())
+    output = pickle.loads(connection.recv_bytes())  # noqa: S301 - as the engine sends it
     connection.send((output.stagecache_epoch, output.stagecache_block_hashes, output.total_num_scheduled_tokens))
 
 
@@ -270,5 +278,3 @@ def test_no_bad_hit_in_300_loads_with_the_guard_and_some_in_150_without(model_co
     assert hits > 3000
     assert bad == 0
     assert unguarded > 0
-
-
