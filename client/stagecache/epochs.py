@@ -17,11 +17,12 @@ from stagecache_wire.records import Kind, Record
 class Epochs:
     """Lost steps and resets of one session. Engine thread only.
 
-    unlogged: something was written that the log does not know; the next record must be a RESET.
+    unlogged: something happened that the log does not know; the next record must be a RESET.
     """
 
     def __init__(self, session: Session, deferred: DeferredRows, counters: Counters) -> None:
         self.unlogged = False
+        self._engine_epoch = 0
         self._session = session
         self._deferred = deferred
         self._counters = counters
@@ -36,14 +37,22 @@ class Epochs:
         except StageCacheError:
             self.unlogged = True
 
-    def catch_up(self) -> None:
-        """After an outage, or on an operator's wish, begin a new epoch before anything else is logged."""
+    def follow(self, engine_epoch: int) -> None:
+        """Begin a new epoch before anything else of a step is logged, where one is due: the engine forgot its prefix
+        cache, steps were not logged during an outage that is over, or an operator insists.
+
+        engine_epoch: what the scheduler-side shim put on the scheduler output; 0 where there is none.
+        """
         session = self._session
-        if session.away and not session.returned():
-            return
-        cause = session.watcher.reset_cause
-        if cause is not None or self.unlogged:
+        if engine_epoch > self._engine_epoch:
+            self._engine_epoch = engine_epoch
+            self.unlogged = True
+        if session.watcher.reset_cause is not None:
             session.watcher.reset_cause = None
+            self.unlogged = True
+        if session.away:
+            session.returned()
+        if self.unlogged and not session.away:
             self.reset()
 
     def reset(self) -> int:

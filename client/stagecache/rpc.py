@@ -226,7 +226,8 @@ class Rpc:
         self._channel.close()
 
     def attach(self, request: pb.AttachRequest, timeout_s: float) -> pb.AttachResponse:
-        return self._call("Attach", self._stub.Attach, request, timeout_s)
+        # The handshake has just been answered, so the daemon is there: a first connection that fails is tried again.
+        return self._call("Attach", self._stub.Attach, request, timeout_s, wait_for_ready=True)
 
     def open_key(self, request: pb.OpenKeyRequest, timeout_s: float) -> pb.OpenKeyResponse:
         return self._call("OpenKey", self._stub.OpenKey, request, timeout_s)
@@ -251,10 +252,19 @@ class Rpc:
         self.calls += 1
         return Watch(self._stub.Watch(pb.WatchRequest(stage=stage), metadata=self.credentials.metadata))
 
-    def _call(self, name: str, method: Callable[..., Response], request: object, timeout_s: float) -> Response:
+    def _call(
+        self,
+        name: str,
+        method: Callable[..., Response],
+        request: object,
+        timeout_s: float,
+        *,
+        wait_for_ready: bool = False,
+    ) -> Response:
         self.calls += 1
+        metadata = self.credentials.metadata
         try:
-            return method(request, timeout=timeout_s, metadata=self.credentials.metadata)
+            return method(request, timeout=timeout_s, metadata=metadata, wait_for_ready=wait_for_ready)
         except grpc.RpcError as failure:
             raise error_from_grpc(name, failure, timeout_s) from failure
 

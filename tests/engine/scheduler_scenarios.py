@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from scenarios import SHARED, generate, make_engine, recorded, stop, tokens
 
 from stagecache.control import connect_observer
 from stagecache.demo.checkpoint import ModelShape, write_checkpoint
+from stagecache.local_daemon import LocalDaemon
 from stagecache.shim.scheduler import shim_of
 
 
@@ -163,6 +165,27 @@ def apart(checkpoint: Path, out: Path) -> dict[str, Any]:
     }
 
 
+def outage(checkpoint: Path, out: Path) -> dict[str, Any]:
+    """The daemon is away for longer than its grace while steps go on, then comes back."""
+    with LocalDaemon(out) as daemon:
+        os.environ["STAGECACHE_SOCKET"] = str(daemon.socket)
+        llm = make_engine(checkpoint)
+        prompts = Prompts(llm)
+        prompts.send("before")
+        prompts.send("before_again")
+        assert daemon.pid is not None
+        os.kill(daemon.pid, signal.SIGKILL)
+        generate(llm, {"meanwhile": tokens(40, 200)}, max_tokens=8)
+        daemon.start()
+        wait_for(lambda: prompts.shim.watch.connections == 2, "the scheduler's new connection")
+        wait_for(lambda: prompts.cache.session.control.boot_id != 0, "the adoption")
+        generate(llm, {"back": tokens(41, 60)})
+        prompts.send("after")
+        prompts.send("after_again")
+        stop(llm)
+    return prompts.seen
+
+
 if __name__ == "__main__":
-    scenario = {function.__name__: function for function in (resets, running, apart)}[sys.argv[1]]
+    scenario = {function.__name__: function for function in (resets, running, apart, outage)}[sys.argv[1]]
     print(json.dumps(scenario(Path(sys.argv[2]), Path(sys.argv[3]))))

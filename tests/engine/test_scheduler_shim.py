@@ -70,3 +70,12 @@ def test_the_epoch_reaches_a_worker_in_a_process_of_its_own(run: Any) -> None:
         "worker_epochs": [1],
         "other_process": [True],
     }
+
+
+def test_rows_lost_in_an_outage_make_the_engine_forget_their_blocks(run: Any) -> None:
+    """W8: so that later hits on them do not fail until they are evicted."""
+    seen = run("outage")
+    assert seen["before_again"]["hit"] == HIT
+    assert seen["after"]["hit"] == 0
+    assert seen["after"]["epoch"] >= 1
+    assert seen["after_again"]["hit"] == seen["after_again"]["from_cache"] == HIT

@@ -65,7 +65,9 @@ def _main(
 )
 def demo(
     requests: Annotated[int, typer.Option(min=1, help="Requests to run: turns of conversations.")] = 32,
-    hidden: Annotated[int, typer.Option(min=16, max=4096, help="Width of the model's hidden rows.")] = 256,
+    hidden: Annotated[
+        int, typer.Option(min=64, max=4096, help="Width of the model's hidden rows, a multiple of 64.")
+    ] = 256,
     dtype: Annotated[Dtype, typer.Option(help="Element type of weights and rows.")] = Dtype.float32,
     report: Annotated[Path, typer.Option(help="Where the HTML report goes.")] = Path("stagecache-demo.html"),
     keep: Annotated[bool, typer.Option("--keep", help="Keep checkpoint and logs, and say where.")] = False,

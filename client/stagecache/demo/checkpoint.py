@@ -16,11 +16,9 @@ class ModelShape:
     """Sizes of the model.
 
     Attributes:
-        hidden: width of a hidden row.
+        hidden: width of a hidden row, a multiple of 64.
         layers: transformer layers.
         vocab: rows of the embedding.
-        heads: attention heads.
-        kv_heads: key and value heads.
         max_len: longest sequence in tokens.
         std: standard deviation of the weights. 0.15 gives hidden rows of order 1 to 10 that depend on the whole
             context, so that a row of another position or request never passes for the right one.
@@ -29,22 +27,33 @@ class ModelShape:
     hidden: int = 256
     layers: int = 2
     vocab: int = 2048
-    heads: int = 4
-    kv_heads: int = 2
     max_len: int = 2048
     std: float = 0.15
 
+    def __post_init__(self) -> None:
+        if self.hidden < 64 or self.hidden % 64:
+            raise ValueError(f"hidden is {self.hidden}; it must be a multiple of 64, so that it divides into heads")
+
     @property
     def head_dim(self) -> int:
-        return self.hidden // self.heads
+        """Width of an attention head: one of those that the engine's CPU attention knows."""
+        return 64 if self.hidden % 128 == 0 else 32
+
+    @property
+    def heads(self) -> int:
+        """Attention heads."""
+        return self.hidden // self.head_dim
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads, each shared by two attention heads."""
+        return self.heads // 2
 
 
 def write_checkpoint(directory: Path, shape: ModelShape, *, seed: int = 0) -> None:
     """Write config.json and model.safetensors (float32, Llama layout) of a model with the given shape and seed."""
     from safetensors.torch import save_file
 
-    if shape.hidden % (2 * shape.heads):
-        raise ValueError(f"hidden {shape.hidden} must be a multiple of {2 * shape.heads} (twice the attention heads)")
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
