@@ -14,7 +14,9 @@ What happens at each, in log order:
     materialize       this step's rows are copied out of the page, and behind the hit's in its extent
 
 ``_lock`` guards the tables that engine thread and materializing threads share: steps, requests, arena, results. It is
-never held over a copy or a wait. saver.py keeps a step, merge.py puts it together again; the files beside them hold one
+never held over a copy or a wait. ``_delivery`` is held by a materialize from beginning to end, so that what one hands
+out and what the next one must not repeat is decided in one order (R3); it is taken before ``_lock``, and the engine
+thread never needs it. saver.py keeps a step, merge.py puts it together again; the files beside them hold one
 table each.
 """
 
@@ -37,7 +39,7 @@ from stagecache.errors import DaemonLostError, StageCacheError, StepConsumedErro
 from stagecache.export import Exporter
 from stagecache.hits import Hit, HitReader
 from stagecache.keys import KeyBook
-from stagecache.merge import SavedStep, assemble, windows
+from stagecache.merge import SavedStep, Window, assemble, windows
 from stagecache.outputs import StageCacheOutputs
 from stagecache.planner import StepPlan, StepPlanner
 from stagecache.policy import ModelCachePolicy
@@ -72,6 +74,7 @@ class StageCache:
         self._geometry = geometry
         self._merge_timeout_s = merge_timeout_s
         self._lock = threading.Lock()
+        self._delivery = threading.Lock()
         self._requests = RequestTable()
         self._planner = StepPlanner(self._requests, geometry)
         self._batches = BatchReader(view, geometry, self._requests)
@@ -261,6 +264,26 @@ class StageCache:
         """
         begun = time.perf_counter_ns()
         wanted = list(req_ids)
+        with self._delivery:
+            step, clipped = self._take(step_id, wanted)
+            try:
+                if step.failed:
+                    raise step.failed[0]
+                outputs = assemble(step, wanted, clipped, self._read_hit, self._hand_out)
+                with self._lock:
+                    self._delivered(step, wanted, clipped)
+            except BaseException as error:
+                self._export.failed(error, len(self._steps))
+                raise
+            finally:
+                self._end_step(step)
+        self.counters.materialized += 1
+        self.counters.phase_ns["materialize"] += time.perf_counter_ns() - begun
+        self._export.handed_out(step, wanted, len(self._steps), self._next_step_id - 1)
+        return outputs
+
+    def _take(self, step_id: int, wanted: list[str]) -> tuple[SavedStep, dict[str, Window] | None]:
+        """Consume a step, and say which positions of each request it hands out; None where that is all of them."""
         with self._lock:
             step = self._steps.get(step_id)
             if step is None:
@@ -273,22 +296,7 @@ class StageCache:
                 )
             del self._steps[step_id]
             self._in_flight.add(step_id)
-            clipped = windows(step, wanted, self._bounds) if self._requests.chained else None
-        try:
-            if step.failed:
-                raise step.failed[0]
-            outputs = assemble(step, wanted, clipped, self._read_hit, self._hand_out)
-            with self._lock:
-                self._delivered(step, wanted, clipped)
-        except BaseException as error:
-            self._export.failed(error, len(self._steps))
-            raise
-        finally:
-            self._end_step(step)
-        self.counters.materialized += 1
-        self.counters.phase_ns["materialize"] += time.perf_counter_ns() - begun
-        self._export.handed_out(step, wanted, len(self._steps), self._next_step_id - 1)
-        return outputs
+            return step, windows(step, wanted, self._bounds) if self._requests.chained else None
 
     def discard_step(self, step_id: int) -> None:
         """Consume a step whose outputs nobody wants. Its rows are kept all the same. Any thread.
@@ -316,7 +324,7 @@ class StageCache:
             return 0, NO_END
         return self._requests.low(period), self._requests.high(period)
 
-    def _delivered(self, step: SavedStep, wanted: list[str], clipped: dict[str, tuple[int, int]] | None) -> None:
+    def _delivered(self, step: SavedStep, wanted: list[str], clipped: dict[str, Window] | None) -> None:
         batch = step.batch
         if clipped is None and batch.counts is None and wanted == batch.req_ids:
             self._requests.handed_out_all(batch.rows, batch.ends)

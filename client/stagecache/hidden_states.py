@@ -113,6 +113,7 @@ def extract(
     *,
     on_start: Callable[[], None],
     on_prompt: Callable[[], None],
+    on_step_done: Callable[[], None] = lambda: None,
 ) -> Extraction:
     """Run the prompts and write one safetensors file each. STAGECACHE_SOCKET names the daemon.
 
@@ -122,6 +123,7 @@ def extract(
         out: directory of the files.
         on_start: called when the engine is ready.
         on_prompt: called when a prompt is done, written or failed.
+        on_step_done: called between engine steps; what it raises ends the run.
     """
     from vllm import SamplingParams
 
@@ -140,6 +142,7 @@ def extract(
                     on_prompt()
             while engine.has_unfinished_requests():
                 engine.step()
+                on_step_done()
         finally:
             unsubscribe()
     return result

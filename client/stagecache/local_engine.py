@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 
@@ -53,6 +55,38 @@ def running_engine(arguments: Mapping[str, Any]) -> Iterator[Any]:
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+
+
+class Interrupts:
+    """Ctrl-C that cannot get lost.
+
+    Python raises KeyboardInterrupt wherever the main thread is, and where that is a finalizer, it is dropped. So the
+    handler notes it as well, and a loop that calls ``check`` raises it again.
+    """
+
+    def __init__(self) -> None:
+        self._seen = False
+        self._before: Any = None
+
+    def __enter__(self) -> Interrupts:
+        self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGINT, self._before)
+        if error is None:
+            self.check()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._seen = True
+        raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt where there was one."""
+        if self._seen:
+            raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Real daemons that die as planned, one after another on one socket, each started as soon as the last is dead.
 
-    python -m tests.crash.killdaemon < one JSON line, then end of file when all shall end
+    python -m tests.crash.killdaemon    # stdin: a JSON line, a line when time begins to run, end of file to end all
 
 The process imports the daemon once and forks: so a daemon is back in tens of milliseconds, and one run has room for
 hundreds of deaths. The line holds
@@ -22,7 +22,6 @@ import os
 import random
 import select
 import signal
-import sys
 import time
 from typing import Any
 
@@ -33,6 +32,7 @@ from tests.crash.points import Plan, killing, printer, tear_stores
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
+STOP_S = 8.0
 
 
 def become_daemon(setup: dict[str, Any], item: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class Keeper:
         self.setup = setup
         self.rng = random.Random(setup["seed"])
         self.report = printer(1)
-        self.stop_asked = False
+        self.begun = self.stop_asked = False
 
     def run(self) -> None:
         for index, item in enumerate(self.setup["plan"]):
@@ -85,39 +85,45 @@ class Keeper:
         started = time.monotonic()
         pidfd = os.pidfd_open(pid)
         try:
-            self.watch(pid, pidfd, started + item["after_s"] if "after_s" in item else None)
+            self.watch(pid, pidfd, item.get("after_s"))
         finally:
             os.close(pidfd)
         _, status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(status)
         self.report({"event": "died", "item": index, "code": code, "lived_s": round(time.monotonic() - started, 4)})
         if not self.stop_asked:
-            self.wait_for_stop(self.rng.uniform(0, self.setup["hold_s"]))
+            self.listen([], self.rng.uniform(0, self.setup["hold_s"]))
 
-    def watch(self, pid: int, pidfd: int, kill_at: float | None) -> None:
-        """Until it is dead: by itself, killed at the time given, or stopped when stdin ends."""
+    def watch(self, pid: int, pidfd: int, after_s: float | None) -> None:
+        """Until it is dead: by itself, killed after so many seconds, or stopped when stdin ends."""
+        kill_at = time.monotonic() + after_s if after_s is not None and self.begun else None
         while True:
             left = None if kill_at is None else max(0.0, kill_at - time.monotonic())
-            ready, _, _ = select.select([pidfd] if self.stop_asked else [pidfd, 0], [], [], left)
-            if pidfd in ready:
+            was = (self.begun, self.stop_asked)
+            if self.listen([pidfd], left):
                 return
-            if 0 in ready and not self.stop_asked:
-                self.stop_asked = True
-                os.kill(pid, signal.SIGTERM)
-                kill_at = time.monotonic() + 8.0
-            elif not ready:
+            if was != (self.begun, self.stop_asked):
+                if self.stop_asked:
+                    os.kill(pid, signal.SIGTERM)
+                    kill_at = time.monotonic() + STOP_S
+                elif after_s is not None:
+                    kill_at = time.monotonic() + after_s
+            elif kill_at is not None and time.monotonic() >= kill_at:
                 os.kill(pid, signal.SIGKILL)
                 kill_at = None
 
-    def wait_for_stop(self, seconds: float) -> None:
-        ready, _, _ = select.select([0], [], [], seconds)
-        self.stop_asked = bool(ready)
+    def listen(self, fds: list[int], seconds: float | None) -> bool:
+        """Wait for one of ``fds``, for stdin or for the time; True where it was one of ``fds``."""
+        ready, _, _ = select.select(fds if self.stop_asked else [*fds, 0], [], [], seconds)
+        if 0 in ready:
+            self.begun = True
+            self.stop_asked = not os.read(0, 1 << 16)
+        return any(fd in ready for fd in fds)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     line = b""
     while not line.endswith(b"\n"):
-        line += os.read(0, 1 << 16)
-    sys.stdout.flush()
+        line += os.read(0, 1)
     Keeper(json.loads(line)).run()

@@ -58,14 +58,12 @@ class Load:
         socket: Path,
         seed: int,
         *,
-        wait_s: float = 8.0,
-        before_new_key: Callable[[Load], None] | None = None,
+        wait_s: float = 20.0,
         eager: float = 0.5,
         workload: Workload | None = None,
         **attach: Any,
     ) -> None:
-        """wait_s: longest wait of a save or a hit. before_new_key: called before a step with a key seen first. eager:
-        how often some step is consumed right after a save."""
+        """wait_s: longest wait of a save or a hit. eager: how often some step is consumed right after a save."""
         self.rng = Random(seed * 7 + 1)
         self.workload = workload or Workload(seed)
         self.view = View(self.workload.block_size)
@@ -94,7 +92,6 @@ class Load:
         self.steps = 0
         self.checked_rows = 0
         self.unreadable = 0
-        self._before_new_key = before_new_key
         self._open: deque[Open] = deque()
         self._held: deque[tuple[torch.Tensor, bytes]] = deque()
         self._unsaved: Step | None = None
@@ -147,8 +144,6 @@ class Load:
             self.workload.was_lost(step)
             self._unsaved = step
             return
-        if self._before_new_key is not None and any(name not in KINDS and name != step.leftover for name in step.rows):
-            self._before_new_key(self)
         live = {key: tensor_of(KINDS.get(key, PASSING), rows) for key, rows in step.rows.items()}
         n = step.tokens
         step_id = self.cache.save_outputs(

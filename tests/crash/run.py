@@ -10,13 +10,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tests.crash.load import Load, WrongError, wait_until
+from tests.crash.load import Load, WrongError
 from tests.crash.mutants import Mutant
 from tests.crash.supervisor import Supervisor
 from tests.crash.workload import Workload
-
-STEPS_AFTER = 30
-"""Steps on the last daemon, which stays."""
 
 
 @dataclass
@@ -46,15 +43,19 @@ def crash_run(
     plan: Sequence[dict[str, Any]],
     *,
     seed: int,
+    workers: int = 1,
     mutant: Mutant | None = None,
-    deadline_s: float = 90.0,
-    workload: Workload | None = None,
     hold_s: float = 0.02,
+    deadline_s: float = 90.0,
+    steps_after: int = 30,
+    workload: dict[str, Any] | None = None,
     **load: Any,
 ) -> Report:
-    """Run a load until every death of the plan has happened, and some steps more.
+    """Run loads until every death of the plan has happened, and some steps more.
 
-    What goes wrong is in the report, not raised: mutants are held to it.
+    workers: sessions that take turns. hold_s: longest time without a daemon, in which they run ahead. steps_after:
+    steps on the last daemon, which stays. workload, load: settings of Workload and Load. What goes wrong is in the
+    report, not raised: mutants are held to it.
     """
     report = Report()
     started = time.monotonic()
@@ -63,32 +64,28 @@ def crash_run(
             stack.enter_context(mutant.client())
         keeper = Supervisor(folder, plan, seed=seed, hold_s=hold_s, mutant=mutant.name if mutant is not None else "")
         stack.enter_context(keeper)
-
-        def settled(load: Load) -> None:
-            """A new key is opened by a call: the daemon must be there, and not die in it."""
-            session = load.cache.session
-
-            def idle() -> bool:
-                session.check()
-                return session.log.consumed == session.log.head and keeper.serves()
-
-            wait_until(idle, "a daemon without work")
-
-        worker = Load(keeper.socket, seed, before_new_key=settled, workload=workload, **load)
-        stack.callback(worker.close)
+        loads = []
+        for index in range(workers):
+            steps = Workload(seed + 1000 * index, **(workload or {}))
+            loads.append(Load(keeper.socket, seed + index, workload=steps, stage=f"stage{index}", **load))
+            stack.callback(loads[-1].close)
+        keeper.begin()
         try:
-            after = STEPS_AFTER
+            after = steps_after
             while after:
-                worker.run_step()
+                for each in loads:
+                    each.run_step()
                 after -= keeper.planned
                 keeper.check()
                 if time.monotonic() - started > deadline_s:
-                    raise WrongError(f"only {len(keeper.deaths)} of {len(plan)} deaths in {deadline_s:g} s")
-            worker.finish()
+                    raise WrongError(f"not all deaths in {deadline_s:g} s, {keeper.next_death()} did not come")
+            for each in loads:
+                each.finish()
         except WrongError as error:
             report.wrong = str(error)
-        report.steps, report.rows = worker.steps, worker.checked_rows
-        report.records = worker.cache.session.log.head
+        report.steps = sum(each.steps for each in loads)
+        report.rows = sum(each.checked_rows for each in loads)
+        report.records = sum(each.cache.session.log.head for each in loads)
         report.deaths = len(keeper.deaths)
     report.kills, report.visits = dict(keeper.kills), dict(keeper.visits)
     report.took_s = time.monotonic() - started

@@ -37,6 +37,7 @@ class Supervisor:
         self.kills: Counter[str] = Counter()
         self.visits: Counter[str] = Counter()
         self.planned = False
+        self._plan = list(plan)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.crash.killdaemon"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -74,6 +75,17 @@ class Supervisor:
         except StageCacheError:
             return False
         return True
+
+    def begin(self) -> None:
+        """From now on the clock runs for deaths that come after a time."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"\n")
+        self._process.stdin.flush()
+
+    def next_death(self) -> object:
+        """What the plan has in store for the daemon of now."""
+        left = self._plan[len(self.deaths) :]
+        return left[0] if left else "none"
 
     def check(self) -> None:
         """

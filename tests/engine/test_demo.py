@@ -121,7 +121,8 @@ def test_ctrl_c_ends_the_demo_and_its_daemon(engine_environment: dict[str, str],
     node = node_of(daemon)
     demo.send_signal(signal.SIGINT)
     output, _ = demo.communicate(timeout=60)
-    assert demo.returncode == 130, output
+    # Where the signal met a frame that a native library started, Python ends itself with SIGINT: a shell sees 130 too.
+    assert demo.returncode in (130, -signal.SIGINT), output
     assert "Traceback" not in output
     assert wait_gone(daemon)
     assert not list(tmp_path.glob("stagecache-demo-*"))

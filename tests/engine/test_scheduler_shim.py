@@ -17,65 +17,68 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 SCENARIOS = Path(__file__).with_name("scheduler_scenarios.py")
 HIT = 128
 
+Answers = dict[str, dict[str, Any]]
 
-@pytest.fixture
-def run(checkpoint: Path, engine_environment: dict[str, str], daemon: LocalDaemon, tmp_path: Path) -> Any:
-    """``run(name)``: the scenario's answer; its whole output where it fails."""
 
-    def run_scenario(name: str) -> dict[str, Any]:
+def run(names: str, folder: Path, checkpoint: Path, environment: dict[str, str]) -> Answers:
+    """The answers of scenarios that run in one process with a daemon; its whole output where it fails."""
+    with LocalDaemon(folder) as daemon:
         done = subprocess.run(
-            [sys.executable, str(SCENARIOS), name, str(checkpoint), str(tmp_path)],
-            env=engine_environment | {"PYTHONPATH": str(SCENARIOS.parent), "STAGECACHE_SOCKET": str(daemon.socket)},
+            [sys.executable, str(SCENARIOS), names, str(checkpoint), str(folder)],
+            env=environment | {"PYTHONPATH": str(SCENARIOS.parent), "STAGECACHE_SOCKET": str(daemon.socket)},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=280,
             check=False,
         )
-        assert done.returncode == 0, f"{name} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return answer
-
-    return run_scenario
+    assert done.returncode == 0, f"{names} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    answers: Answers = json.loads(done.stdout.splitlines()[-1])
+    return answers
 
 
-def test_whatever_makes_kv_stale_makes_the_engine_forget_it(run: Any) -> None:
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, engine_environment: dict[str, str]) -> Answers:
+    return run("resets,running,outage", tmp_path_factory.mktemp("s"), checkpoint, engine_environment)
+
+
+def test_whatever_makes_kv_stale_makes_the_engine_forget_it(answers: Answers) -> None:
     """R5, and the control: weights reloaded behind the shim's back are hit by the next prompt."""
-    answer = run("resets")
-    seen = answer["seen"]
+    seen, new_weights = answers["resets"]["seen"], answers["resets"]["new_weights"]
     assert seen["start"]["hit"] == 0
     assert seen["reload_unnoticed"]["hit"] == HIT
-    assert "reload_unnoticed" not in answer["new_weights"]
-    epoch = 0
+    assert "reload_unnoticed" not in new_weights
+    epoch = worker_epoch = 0
     for name in ("reload", "pause", "sleep", "reset_prefix_cache", "operator"):
         assert seen[name]["hit"] == seen[name]["from_cache"] == 0, name
         assert seen[name]["epoch"] > epoch, name
-        assert seen[name]["worker_epoch"] >= seen[name]["epoch"], name
+        assert seen[name]["worker_epoch"] > worker_epoch, name
         assert seen[f"{name}_again"]["hit"] == seen[f"{name}_again"]["from_cache"] == HIT, name
-        assert {name, f"{name}_again"} <= set(answer["new_weights"]), name
-        epoch = seen[name]["epoch"]
-    assert "1 schedulers were told" in answer["said"][0]
+        assert {name, f"{name}_again"} <= set(new_weights), name
+        epoch, worker_epoch = seen[name]["epoch"], seen[name]["worker_epoch"]
 
 
-def test_a_reset_in_the_middle_of_requests_changes_no_answer(run: Any) -> None:
-    answer = run("running")
+def test_an_operator_resets_a_stage_by_command(answers: Answers) -> None:
+    assert answers["resets"]["said"] == ["stage stage0: 1 sessions will forget their rows, 1 schedulers were told"]
+
+
+def test_a_reset_in_the_middle_of_requests_changes_no_answer(answers: Answers) -> None:
+    answer = answers["running"]
     assert answer["epoch"] >= 5
     assert answer["same_answers"]
     assert answer["close_rows"] == [True] * 4
 
 
-def test_the_epoch_reaches_a_worker_in_a_process_of_its_own(run: Any) -> None:
-    assert run("apart") == {
-        "hits": [0, HIT, 0],
-        "epoch": 1,
-        "worker_epochs": [1],
-        "other_process": [True],
-    }
-
-
-def test_rows_lost_in_an_outage_make_the_engine_forget_their_blocks(run: Any) -> None:
+def test_rows_lost_in_an_outage_make_the_engine_forget_their_blocks(answers: Answers) -> None:
     """W8: so that later hits on them do not fail until they are evicted."""
-    seen = run("outage")
+    seen = answers["outage"]
     assert seen["before_again"]["hit"] == HIT
     assert seen["after"]["hit"] == 0
     assert seen["after"]["epoch"] >= 1
     assert seen["after_again"]["hit"] == seen["after_again"]["from_cache"] == HIT
+
+
+def test_the_epoch_reaches_a_worker_in_a_process_of_its_own(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, engine_environment: dict[str, str]
+) -> None:
+    answer = run("apart", tmp_path_factory.mktemp("s"), checkpoint, engine_environment)["apart"]
+    assert answer == {"hits": [0, HIT, 0], "epoch": 1, "worker_epochs": [1], "other_process": [True]}

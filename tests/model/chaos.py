@@ -97,9 +97,7 @@ class Chaos:
             first = rng.randint(0, len(blocks) * self.block_size)
         return self._enter(rng, req_id, blocks, first, "new", capacity)
 
-    def _enter(
-        self, rng: Random, req_id: str, blocks: list[int], first: int, how: str, capacity: int
-    ) -> Scheduled:
+    def _enter(self, rng: Random, req_id: str, blocks: list[int], first: int, how: str, capacity: int) -> Scheduled:
         """Schedule some tokens from ``first`` on, as many as find free slots."""
         table = list(blocks)
         count = 0

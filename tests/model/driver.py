@@ -284,7 +284,9 @@ def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
     lines = []
     for key in sorted({*expected, *found}):
         ours, theirs = expected.get(key, {}), found.get(key, {})
-        for req_id in sorted({*ours, *theirs}):
-            if ours.get(req_id) != theirs.get(req_id):
-                lines.append(f"\n  {key} of {req_id}\n    expected {ours.get(req_id)}\n    found    {theirs.get(req_id)}")
+        lines += [
+            f"\n  {key} of {req_id}\n    expected {ours.get(req_id)}\n    found    {theirs.get(req_id)}"
+            for req_id in sorted({*ours, *theirs})
+            if ours.get(req_id) != theirs.get(req_id)
+        ]
     return "".join(lines)

@@ -135,9 +135,7 @@ class MiniRunner:
         hidden = torch.cat([rows_of(seen)[first[req_id] :] for req_id, seen in tokens.items()])
         content = torch.cat([contents(seen)[first[req_id] :] for req_id, seen in tokens.items()])
         n = output.total_num_scheduled_tokens
-        step_id = self.cache.save_outputs(
-            hidden, {"content": content}, num_tokens_unpadded=n, num_tokens_padded=n
-        )
+        step_id = self.cache.save_outputs(hidden, {"content": content}, num_tokens_unpadded=n, num_tokens_padded=n)
         hidden.fill_(-1.0)
         content.fill_(-1)
         self._open.append((step_id, tokens, first))
@@ -167,7 +165,9 @@ class MiniRunner:
             begin = self.delivered.get(req_id, 0)
             wanted = rows_of(seen)[begin:]
             given = out.hidden_states[req_id]
-            if not torch.equal(given, wanted) or not torch.equal(out.mm_outputs["content"][req_id], wanted[:, 0].long()):
+            if not torch.equal(given, wanted) or not torch.equal(
+                out.mm_outputs["content"][req_id], wanted[:, 0].long()
+            ):
                 self.bad.append(f"step {step_id}, {req_id}: positions {begin} to {len(seen)}, found {given.tolist()}")
             self.hit_rows += max(0, first[req_id] - begin)
             self.delivered[req_id] = max(begin, len(seen))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.model.reference import Live, Part, ReferenceCache, Saved
+from tests.model.delivery import Live, Part
+from tests.model.reference import ReferenceCache, Saved
 from tests.model.steps import Merged, Scheduled, Step
 
 

@@ -5,7 +5,7 @@ torch is imported late: the model and its own tests need none.
 
 from __future__ import annotations
 
-import math
+import ctypes
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -101,12 +101,16 @@ def to_torch(tensor: Tensor) -> torch.Tensor:
     return flat.view(dtype).reshape(len(tensor.rows), *tensor.row_shape)
 
 
-def from_torch(value: torch.Tensor) -> Tensor:
-    import torch
+def raw_bytes(value: torch.Tensor) -> bytes:
+    """The elements of a tensor in host memory, in order."""
+    value = value.contiguous()
+    return ctypes.string_at(value.data_ptr(), value.numel() * value.element_size()) if value.numel() else b""
 
+
+def from_torch(value: torch.Tensor, raw: bytes) -> Tensor:
+    """``value`` as bytes. raw: what ``raw_bytes`` read of it."""
     rows = value.shape[0]
-    size = math.prod(value.shape[1:]) * value.element_size()
-    raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+    size = len(raw) // rows if rows else 0
     return Tensor(
         str(value.dtype).removeprefix("torch."),
         tuple(value.shape[1:]),
@@ -136,7 +140,7 @@ class RealCache:
         self.rules = rules
         self.view = View(rules.block_size)
         self.outputs = SchedulerOutputs()
-        self.held: list[tuple[Any, Tensor]] = []
+        self.held: list[tuple[Any, bytes]] = []
         geometry = {
             "num_blocks": settings.pop("num_blocks", 16),
             "block_size": rules.block_size,
@@ -208,7 +212,7 @@ class RealCache:
 
     def held_unchanged(self) -> bool:
         """S3: whether all that was handed out since the last call still reads as it did then; lets go of it."""
-        same = all(from_torch(value) == plain for value, plain in self.held)
+        same = all(raw_bytes(value) == raw for value, raw in self.held)
         self.held.clear()
         return same
 
@@ -221,9 +225,9 @@ class RealCache:
 
         if not isinstance(value, torch.Tensor):
             return value
-        plain = from_torch(value)
-        self.held.append((value, plain))
-        return plain
+        raw = raw_bytes(value)
+        self.held.append((value, raw))
+        return from_torch(value, raw)
 
 
 class _errors:  # noqa: N801

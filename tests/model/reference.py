@@ -8,13 +8,7 @@ Where a rule leaves a choice, this is how the model reads it:
 - Keys of a merge (H2): hidden, and those per-token keys that the step's own outputs carry. A key that the step does
   not emit is not handed out by it. A step without tokens still yields the hidden rows of its hits (H7).
 - A merge is as of its SAVE: slots that the step writes are read after that write, all others have not changed (H6).
-- Periods (R3): within one prompt of one request, each comeback (new again while live, or resumed) starts a period.
-  A step hands out ``[max(start, low), min(end, high))``; ``low`` is the furthest that steps of earlier periods handed
-  out, capped by each comeback in between that was not preempted at its num_computed_tokens; ``high`` is the lowest that steps of later periods began
-  with, which matters only where an older step is consumed after the comeback's. Ordinary steps of one period do not
-  clip each other, so any order of consumption gives each its own rows (S1).
-- A replaced prompt and a finished request end their prompt: steps of it that are consumed later hand out their own
-  rows and move nothing of the next prompt.
+- Delivery (R3) is in tests/model/delivery.py.
 - Only rows that are to be handed out can make a hit unreadable (H4).
 - A materialize that raises has consumed its step and hands out nothing, for any request of the call.
 - A key that is declared or confirmed and comes with another first dimension, dtype or row shape is refused (K3). A
@@ -26,45 +20,14 @@ Where a rule leaves a choice, this is how the model reads it:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from tests.model.delivery import Delivery, Part
 from tests.model.steps import HIDDEN, Merged, Outputs, Refused, Rules, Scheduled, Schema, Step, Tensor
 
 UNREADABLE = None
 """Stands for a row of a hit span that may not be read."""
-
-ENDLESS = 1 << 60
-
-
-@dataclass
-class Period:
-    """What the steps between two comebacks handed out: positions [begin, end)."""
-
-    cap: int = ENDLESS
-    begin: int = ENDLESS
-    end: int = 0
-
-
-@dataclass
-class Live:
-    """A live request: its block table, and the periods of its current prompt, the present one last."""
-
-    blocks: tuple[int, ...]
-    periods: list[Period] = field(default_factory=lambda: [Period()])
-    preempted: bool = False
-
-
-@dataclass
-class Part:
-    """One request of a saved step. ``start``: 0 where the step begins a period, else its first computed position."""
-
-    request: Scheduled
-    start: int
-    row: int
-    periods: list[Period]
-    period: int
-    hit: dict[str, list[bytes | None]] = field(default_factory=dict)
 
 
 @dataclass
@@ -77,10 +40,11 @@ class Saved:
     refused: list[str]
 
 
-class ReferenceCache:
+class ReferenceCache(Delivery):
     """See the module."""
 
     def __init__(self, rules: Rules):
+        super().__init__(rules.block_size)
         self.rules = rules
         self.clock = 0
         self.epoch = 0
@@ -91,7 +55,6 @@ class ReferenceCache:
         self.schemas = dict(rules.schemas)
         self.leftover_keys = {key for key, role in rules.roles.items() if role == "global"}
         self.provisional: set[str] = set()
-        self.live: dict[str, Live] = {}
         self.begun: tuple[Step, dict[str, Part]] | None = None
         self.saved: dict[int, Saved] = {}
         self.last_step_id = 0
@@ -102,9 +65,7 @@ class ReferenceCache:
         """H9: finishes, preemptions, then the hits. R2: so an id may finish and start anew in one step."""
         self.lose_unsaved()
         self.finish(step)
-        for req_id in step.preempted:
-            if req_id in self.live:
-                self.live[req_id].preempted = True
+        self.preempt(step)
         bad = [request for request in step.batch if not self.covered(request)]
         row, parts = 0, {}
         for request in step.batch:
@@ -180,11 +141,7 @@ class ReferenceCache:
         self.clock += 1
         self.epoch = self.clock
 
-    # ---- requests
-
-    def finish(self, step: Step) -> None:
-        for req_id in step.finished:
-            self.live.pop(req_id, None)
+    # ---- hits
 
     def covered(self, request: Scheduled) -> bool:
         """H3, S4."""
@@ -194,43 +151,6 @@ class ReferenceCache:
         continuation = request.how == "new" and request.req_id in self.live
         aligned = continuation or request.first % size == 0
         return request.count >= 0 and aligned and request.first <= len(request.blocks) * size
-
-    def enter(self, request: Scheduled, row: int) -> Part:
-        """R3: what a request's appearance in a step means for it."""
-        live = self.live.get(request.req_id)
-        starts = request.how in ("new", "resumed")
-        if live is None:
-            live = self.live[request.req_id] = Live(request.blocks)
-        elif starts:
-            self.come_back(live, request)
-        live.blocks = request.blocks
-        start = 0 if starts else request.first
-        return Part(request, start, row, live.periods, len(live.periods) - 1)
-
-    def come_back(self, live: Live, request: Scheduled) -> None:
-        """R3: a new period; a new prompt where blocks that the request had within its hit were exchanged."""
-        preempted = live.preempted or request.how == "resumed"
-        live.preempted = False
-        had = live.blocks[: -(-request.first // self.rules.block_size)]
-        if not preempted and had != request.blocks[: len(had)]:
-            live.periods = [Period()]
-        else:
-            live.periods.append(Period(cap=ENDLESS if preempted else request.first))
-
-    def span(self, part: Part) -> tuple[int, int]:
-        """R3: positions that a step hands out, decided when it is consumed."""
-        low, cap = part.start, ENDLESS
-        for number in range(part.period, 0, -1):
-            cap = min(cap, part.periods[number].cap)
-            low = max(low, min(cap, part.periods[number - 1].end))
-        high = min((period.begin for period in part.periods[part.period + 1 :]), default=ENDLESS)
-        return low, min(part.request.first + part.request.tokens, high)
-
-    def delivered(self, part: Part, begin: int, end: int) -> None:
-        """R3: delivered_upto moves by what was handed out."""
-        if begin < end:
-            period = part.periods[part.period]
-            period.begin, period.end = min(period.begin, begin), max(period.end, end)
 
     # ---- keys
 
@@ -312,8 +232,9 @@ class ReferenceCache:
 
     def gather(self, saved: Saved) -> None:
         """H2, H6, H8: the hit's rows are taken now, whenever they will be asked for."""
-        if HIDDEN in self.schemas and self.rules.needs_hidden and not any(p.request.tokens for p in saved.parts.values()):
-            saved.tensors.setdefault(HIDDEN, Tensor(self.schemas[HIDDEN].dtype, self.schemas[HIDDEN].row_shape, ()))
+        hidden = self.schemas.get(HIDDEN) if self.rules.needs_hidden else None
+        if hidden and not any(part.request.tokens for part in saved.parts.values()):
+            saved.tensors[HIDDEN] = Tensor(hidden.dtype, hidden.row_shape, ())
         for part in saved.parts.values():
             if part.start == 0:
                 for key in saved.tensors:

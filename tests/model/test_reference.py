@@ -77,8 +77,7 @@ def test_the_driver_finds_each_broken_rule(mutant: type[ReferenceCache]) -> None
     for seed in range(MUTANT_SEEDS):
         try:
             run_twins(plan_of(seed), mutant)
-        except Mismatch as error:
-            assert "expected" in str(error)
+        except Mismatch:
             return
     pytest.fail(f"{MUTANT_SEEDS} sequences do not tell {mutant.__name__} from the rules: {mutant.__doc__}")
 

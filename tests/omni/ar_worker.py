@@ -61,6 +61,7 @@ class StageRunner(GPUARModelRunner, CPUModelRunner):
         for name, value in self.policy().items():
             setattr(model, name, value)
         self._snapshot_prefix_cache_model_policy(model)
+        self._pooler_payload_include_hidden_flag = getattr(model, "omni_pooler_payload_include_hidden", True)
 
     def extra(self, hidden: torch.Tensor) -> dict[str, Any]:
         return {"hidden_states": {"layers": {0: layer_rows(hidden)}}}

@@ -76,10 +76,9 @@ def test_sidecar_rows_equal_an_uncached_run(
     """H2: bit-equal in fp32 for rows that prefill made, chunked prefill and same-step hits too."""
     with stage_engine(checkpoint, stage, daemon.socket) as engine:
         rows = run_rounds(engine)
-        cache = engine.manager.cache
-        assert engine.cached_tokens == engine.cached_tokens | {"shares": 96, "again": 128, "chunked": 128, "exact": 96}
-        assert cache.counters.hits == 5
-        assert {key.schema.name for key in cache.session.keys} | set(cache.counters.__dict__) >= set()
+        hits = {name: count for name, count in engine.cached_tokens.items() if count}
+        assert hits == {"shares": 96, "again": 128, "twin_b": 128, "chunked": 128, "exact": 96}
+        assert engine.manager.cache.counters.hits == len(hits)
     assert_same_rows(rows, uncached[stage])
     assert rows["first"].keys() == KEYS[stage]
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from tests.model.reference import ReferenceCache
@@ -32,6 +31,8 @@ TERM = re.compile(r"(?P<id>\w+)(:\[(?P<blocks>[\d, ]*)\])?@(?P<first>\d+)\+(?P<c
 
 HIDDEN_SCHEMA = Schema("float32", (3,))
 NUMBER_SCHEMA = Schema("int64", ())
+WIDE = Schema("float32", (5,))
+"""Not how any key is opened."""
 
 
 class Result:
@@ -171,15 +172,11 @@ def numbers(values: Iterable[int]) -> Tensor:
 def rows_of(schema: Schema, fill: int, count: int) -> Tensor:
     """A tensor of ``count`` rows, all bytes ``fill``."""
     empty = Tensor(schema.dtype, schema.row_shape, ())
-    return replace_rows(empty, [bytes([fill]) * empty.row_bytes] * count)
-
-
-def replace_rows(tensor: Tensor, rows: Iterable[bytes]) -> Tensor:
-    return tensor.with_rows(rows)
+    return empty.with_rows([bytes([fill]) * empty.row_bytes] * count)
 
 
 def spelled(request: str, begin: int, end: int) -> str:
-    """Names of the hidden rows that ``request`` computed at positions [begin, end)."""
+    """Names of the hidden rows that ``request`` computed first at positions [begin, end)."""
     return " ".join(f"{request}{position}" for position in range(begin, end))
 
 
@@ -192,4 +189,6 @@ def refusal(call: Callable[[], Any]) -> Refused | None:
     return None
 
 
-__all__ = ["HIDDEN_SCHEMA", "NUMBER_SCHEMA", "Result", "Saved", "Stage", "numbers", "refusal", "replace", "spelled"]
+def kinds(error: Refused | None) -> frozenset[str]:
+    """Names of the errors that a refusal may be; none where there was none."""
+    return error.kinds if error else frozenset()

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.model.steps import HIDDEN, Outputs, Refused, Schema, Tensor
-from tests.rules.builder import HIDDEN_SCHEMA, Stage, numbers, refusal, rows_of, spelled
-
-WIDE = Schema("float32", (5,))
-
-
-def kinds(error: Refused | None) -> frozenset[str]:
-    return error.kinds if error else frozenset()
+from tests.rules.builder import HIDDEN_SCHEMA, WIDE, Stage, kinds, numbers, refusal, rows_of, spelled
 
 
 def test_a_step_is_consumed_exactly_once(stage: Stage) -> None:
@@ -47,7 +41,7 @@ def test_a_request_of_the_live_batch_alone_is_an_error(stage: Stage) -> None:
 def test_a_subset_frees_the_page(make_stage) -> None:
     """S2"""
     stage = make_stage({"staging_claim_timeout_s": 2.0}, depth=2)
-    for first in range(0, 8):
+    for first in range(8):
         saved = stage.saved(f"a:[0,1]@{first}+1", f"b:[2,3]@{first}+1")
         assert saved.materialize("b")["b"] == f"b{first}"
 
@@ -212,7 +206,7 @@ def test_the_schema_error_names_both_shapes(stage: Stage) -> None:
     error = refusal(saved.materialize)
     assert error is not None
     if stage.real:
-        assert "3" in str(error) and "5" in str(error) and HIDDEN in str(error)
+        assert all(word in str(error) for word in ("(3,)", "5", HIDDEN)), str(error)
 
 
 def test_leftovers_reach_every_request_whole(stage: Stage) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tests.model.steps import HIDDEN
-from tests.rules.builder import Stage, numbers, refusal, spelled
-from tests.rules.test_calls_and_keys import kinds
+from tests.rules.builder import Stage, kinds, numbers, refusal, spelled
 
 
 def test_a_step_without_hidden_states_hands_out_none_beside_a_hit(stage: Stage) -> None:

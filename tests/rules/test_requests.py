@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rules.builder import Stage, refusal, spelled
-from tests.rules.test_calls_and_keys import kinds
+from tests.rules.builder import Stage, kinds, refusal, spelled
 
 
 @pytest.mark.parametrize("end", ["finished", "preempted"])

@@ -7,8 +7,7 @@ import time
 import pytest
 
 from tests.model.steps import Outputs, Refused
-from tests.rules.builder import HIDDEN_SCHEMA, Stage, numbers, refusal, rows_of, spelled
-from tests.rules.test_calls_and_keys import WIDE, kinds
+from tests.rules.builder import HIDDEN_SCHEMA, WIDE, Stage, kinds, numbers, refusal, rows_of, spelled
 
 
 def test_rows_are_copied_before_the_live_buffers_change(stage: Stage) -> None:

@@ -14,7 +14,7 @@ from stagecache.cli.console import out, show_error
 from stagecache.cli.demo import missing_engine
 from stagecache.errors import StageCacheError
 from stagecache.local_daemon import LocalDaemon
-from stagecache.local_engine import environment, file_tail, quiet_engine_environment, stderr_to
+from stagecache.local_engine import Interrupts, environment, file_tail, quiet_engine_environment, stderr_to
 
 
 def run(arguments: dict[str, Any], *, model: Path, prompts: Path, out_directory: Path, socket: Path | None) -> int:
@@ -29,6 +29,7 @@ def run(arguments: dict[str, Any], *, model: Path, prompts: Path, out_directory:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with contextlib.ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stagecache-")))
+        interrupts = stack.enter_context(Interrupts())
         stack.enter_context(environment(settings))
         stack.enter_context(_daemon(work, socket))
         progress = stack.enter_context(Progress(*columns, console=out, redirect_stderr=False))
@@ -41,6 +42,7 @@ def run(arguments: dict[str, Any], *, model: Path, prompts: Path, out_directory:
                     out_directory,
                     on_start=lambda: progress.update(task, description="prompts", total=len(wanted), completed=0),
                     on_prompt=lambda: progress.advance(task),
+                    on_step_done=interrupts.check,
                 )
         except StageCacheError:
             raise

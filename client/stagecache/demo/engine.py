@@ -85,6 +85,7 @@ def record(
     prefix_caching: bool,
     on_start: Callable[[], None],
     on_prompt: Callable[[], None],
+    on_step_done: Callable[[], None] = lambda: None,
 ) -> Recording:
     """Run the waves one after another and record rows, hits and steps.
 
@@ -94,6 +95,7 @@ def record(
         prefix_caching: the engine's prefix caching, and with it the row cache.
         on_start: called when the engine is ready.
         on_prompt: called when a prompt's rows are complete.
+        on_step_done: called between engine steps; what it raises ends the run.
     """
     recording = Recording()
 
@@ -116,7 +118,7 @@ def record(
         subscriptions.callback(on_step(sample))
         started = time.perf_counter()
         for wave in waves:
-            _run_wave(running, settings, wave, recording)
+            _run_wave(running, settings, wave, recording, on_step_done)
         recording.run_s = time.perf_counter() - started
     return recording
 
@@ -148,7 +150,13 @@ def _warm_up(running: Any, settings: EngineSettings) -> None:
         running.step()
 
 
-def _run_wave(running: Any, settings: EngineSettings, wave: Sequence[DemoRequest], recording: Recording) -> None:
+def _run_wave(
+    running: Any,
+    settings: EngineSettings,
+    wave: Sequence[DemoRequest],
+    recording: Recording,
+    on_step_done: Callable[[], None],
+) -> None:
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=settings.output_tokens, temperature=0.0, detokenize=False, ignore_eos=True)
@@ -158,3 +166,4 @@ def _run_wave(running: Any, settings: EngineSettings, wave: Sequence[DemoRequest
         for output in running.step():
             if output.finished:
                 recording.hit_tokens[output.request_id] = int(output.num_cached_tokens or 0)
+        on_step_done()

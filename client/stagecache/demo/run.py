@@ -20,7 +20,7 @@ from stagecache.demo.report import DemoOutcome, prompt_tokens, render, rows_from
 from stagecache.demo.workload import DemoRequest, build_requests, read_text, train_tokenizer, write_tokenizer
 from stagecache.errors import StageCacheError
 from stagecache.local_daemon import LocalDaemon
-from stagecache.local_engine import environment, file_tail, quiet_engine_environment, stderr_to
+from stagecache.local_engine import Interrupts, environment, file_tail, quiet_engine_environment, stderr_to
 
 _LISTED_REQUESTS = 48
 _KV_TOKENS = 16384
@@ -83,18 +83,17 @@ def _run_in(work: Path, options: DemoOptions, console: Console, started: float) 
     shape = ModelShape(hidden=options.hidden)
     tokenizer = train_tokenizer(text, shape.vocab)
     waves = build_requests(tokenizer, text, options.requests)
-    total = sum(len(wave) for wave in waves)
     checkpoint = work / "checkpoint"
     settings = EngineSettings(checkpoint, dtype=options.dtype, kv_bytes=_KV_TOKENS * _kv_bytes(shape, options.dtype))
-    with _progress(console) as progress, stderr_to(work / "engine.log"):
+    with Interrupts() as interrupts, _progress(console) as progress, stderr_to(work / "engine.log"):
         setup = progress.add_task("checkpoint and daemon", total=2)
         write_checkpoint(checkpoint, shape)
         write_tokenizer(tokenizer, checkpoint)
         progress.advance(setup)
         with LocalDaemon(work) as daemon, environment({"STAGECACHE_SOCKET": str(daemon.socket)}):
             progress.advance(setup)
-            cached = _record(progress, "with prefix caching and stagecache", settings, waves, total, caching=True)
-            uncached = _record(progress, "without prefix caching", settings, waves, total, caching=False)
+            cached = _record(progress, "with prefix caching and stagecache", settings, waves, interrupts, caching=True)
+            uncached = _record(progress, "without prefix caching", settings, waves, interrupts, caching=False)
     standard = Standard.of(options.dtype, options.hidden)
     return DemoOutcome(
         results=compare(waves, cached, uncached, standard),
@@ -114,10 +113,11 @@ def _record(
     name: str,
     settings: EngineSettings,
     waves: Sequence[Sequence[DemoRequest]],
-    total: int,
+    interrupts: Interrupts,
     *,
     caching: bool,
 ) -> Recording:
+    total = sum(len(wave) for wave in waves)
     task = progress.add_task(f"{name}: engine starts", total=None)
     return record(
         settings,
@@ -125,6 +125,7 @@ def _record(
         prefix_caching=caching,
         on_start=lambda: progress.update(task, description=name, total=total, completed=0),
         on_prompt=lambda: progress.advance(task),
+        on_step_done=interrupts.check,
     )
 
 

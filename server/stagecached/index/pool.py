@@ -65,7 +65,7 @@ class BlockPool:
     # Holding and freeing.
 
     def get_new_blocks(self, n: int) -> list[Block]:
-        """Hands out the n blocks that were free longest, one reference each; what they held is evicted.
+        """Hands out the first n blocks of the free queue, one reference each; what they held is evicted.
 
         Raises NoFreeBlocks, and changes nothing, when fewer are free.
         """

@@ -48,6 +48,8 @@ class FreeBlockQueue:
 
     def popleft_n(self, n: int) -> list[Block]:
         """Takes the first n blocks out, in order. Raises NoFreeBlocks, and takes none, when there are fewer."""
+        if n < 0:
+            raise ValueError(f"{n} blocks were asked for")
         if n > self._num_free:
             raise NoFreeBlocks(n, self._num_free)
         blocks: list[Block] = []

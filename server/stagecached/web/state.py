@@ -24,7 +24,7 @@ RATE_POINTS: Final = 5
 RATIO_POINTS: Final = 60
 BIN_POINTS: Final = 5
 TIMELINE_S: Final = 10.0
-TIMELINE_RECORDS: Final = 300
+TIMELINE_RECORDS: Final = 512
 
 Json = dict[str, Any]
 

@@ -62,6 +62,8 @@ def test_asking_for_too_many_takes_none() -> None:
     _, queue = make(3)
     with pytest.raises(NoFreeBlocks, match="asked for 4 blocks, 3 are free"):
         queue.popleft_n(4)
+    with pytest.raises(ValueError, match="-1 blocks"):
+        queue.popleft_n(-1)
     assert ids(queue) == [0, 1, 2]
 
 

@@ -13,10 +13,10 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from stagecache.errors import AttachError, StageCacheError
+from stagecache.errors import StageCacheError
 from stagecache.gates import check_stage
 from stagecache.policy import ModelCachePolicy
-from stagecache.shim.omni.errors import as_omni
+from stagecache.shim.omni.errors import StageKeysError, as_omni
 from stagecache.shim.omni.keys import hidden_key_of
 from stagecache.shim.omni.manager import SidecarPrefixCacheManager
 from stagecache.shim.scheduler import stage_name
@@ -45,7 +45,8 @@ def prepare(runner: Any) -> Prepared | None:
 
     Raises:
         GateRefusal: the stage's settings cannot be served; an ``OmniPrefixCacheUnmatchError`` too.
-        AttachError: the daemon cannot be had, and STAGECACHE_REQUIRED is 1.
+        StageKeysError: STAGECACHE_KEYS lists no keys.
+        StageCacheError: the daemon cannot be had, and STAGECACHE_REQUIRED is 1.
     """
     from vllm.distributed.parallel_state import get_pp_group
 
@@ -107,7 +108,9 @@ def _attach(runner: Any, config: Any) -> SidecarPrefixCacheManager | None:
                 dict(getattr(runner.model, "prefix_cache_key_roles", None) or {}),
             ),
         )
-    except AttachError as error:
+    except StageKeysError:
+        raise
+    except StageCacheError as error:
         if os.environ.get("STAGECACHE_REQUIRED") == "1":
             raise
         logger.warning(

@@ -1,0 +1,58 @@
+"""The daemon is killed under load, again and again: a new one adopts the session, and nothing is wrong, lost or stuck.
+
+The points are read from the consumer's source. Each is killed at five times at least, at its first to fourth visit of
+a daemon's life, which for most falls into the backlog that the death before it left.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from stagecache_wire.names import RunPaths
+from stagecache_wire.shm import SHM_DIRECTORY
+from tests.crash.points import NAMED, TORN
+from tests.crash.run import Report, crash_run, kill_plan
+
+KILLS_A_POINT = 5
+RANDOM_KILLS = 100
+
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(240)]
+
+
+def left_in_shared_memory(folder: Path) -> list[str]:
+    node = RunPaths.of(folder / "d.sock").node
+    return [path.name for path in SHM_DIRECTORY.iterdir() if node in path.name]
+
+
+def told(report: Report) -> str:
+    return f"{report.deaths} deaths, {report.steps} steps, {report.rows} rows checked, {report.took_s:.1f} s"
+
+
+def test_every_point_between_two_shared_stores_is_survived(tmp_path: Path) -> None:
+    points = sorted(NAMED | TORN)
+    report = crash_run(tmp_path, kill_plan(points, KILLS_A_POINT, seed=11), seed=11, deadline_s=150.0)
+    assert not report.wrong, f"{told(report)}: {report.wrong}"
+    assert {point: report.kills.get(point, 0) for point in points} == dict.fromkeys(points, KILLS_A_POINT)
+    assert report.rows > 1000
+    assert left_in_shared_memory(tmp_path) == []
+
+
+def test_a_hundred_deaths_at_random_moments_are_survived_by_two_workers(tmp_path: Path) -> None:
+    rng = Random(12)
+    plan = [{"after_s": rng.uniform(0.02, 0.16)} for _ in range(RANDOM_KILLS)]
+    report = crash_run(tmp_path, plan, seed=12, workers=2, deadline_s=150.0, workload={"passing_keys": False})
+    assert not report.wrong, f"{told(report)}: {report.wrong}"
+    assert report.deaths >= RANDOM_KILLS
+    assert report.rows > 1000
+    assert left_in_shared_memory(tmp_path) == []
+
+
+def test_a_load_without_deaths_reaches_every_point(tmp_path: Path) -> None:
+    """What the plan is made of is what the code does: no point is named that no load can reach."""
+    report = crash_run(tmp_path, [], seed=13, steps_after=150)
+    assert not report.wrong, report.wrong
+    assert set(report.visits) == NAMED | TORN
+    assert len(NAMED) >= 15
