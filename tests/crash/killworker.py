@@ -1,9 +1,10 @@
 """Real workers that die as told, one at a time.
 
-    python -m tests.crash.killworker SOCKET    # stdin: one JSON line a worker; stdout: one when it is dead
+    python -m tests.crash.killworker    # stdin: one JSON line a worker; stdout: one when it runs, one when it is dead
 
-The process imports torch and the client once and forks. A line is {"place": NAME, "visit": N, "seed": S} or {"after_s":
-SECONDS, "seed": S}; the answer {"code": EXIT, "steps": N}.
+The process imports torch and the client once and forks. A line holds ``socket`` and ``seed``, and may hold ``place``
+and ``visit``, or ``after_s``, at which the worker dies. The answers are {"pid": PID}, then {"code": EXIT, "died_at":
+time.monotonic()}.
 """
 
 from __future__ import annotations
@@ -100,14 +101,14 @@ def die_at(place: str, visit: int) -> None:
     setattr(owner, name, call)
 
 
-def become_worker(socket: str, item: dict[str, Any], steps: int) -> None:
+def become_worker(item: dict[str, Any], steps: int) -> None:
     """Runs in the fork, and ends it: a load without end, or with an end where the place lies behind it."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     status = 1
     try:
         if "place" in item:
             die_at(item["place"], item["visit"])
-        load = Load(Path(socket), item["seed"], device=HalfCopies())
+        load = Load(Path(item["socket"]), item["seed"], device=HalfCopies())
         log = load.cache.session.log
         log._daemon_doorbell = Bell(log._daemon_doorbell)
         while "detach" not in item.get("place", "") or load.steps < steps:
@@ -121,24 +122,29 @@ def become_worker(socket: str, item: dict[str, Any], steps: int) -> None:
         os._exit(status)
 
 
-def live(socket: str, item: dict[str, Any]) -> dict[str, Any]:
-    """The life of one worker; what became of it."""
+def live(item: dict[str, Any]) -> None:
+    """The life of one worker."""
     pid = os.fork()
     if pid == 0:
-        become_worker(socket, item, steps=8)
+        become_worker(item, steps=8)
+    tell({"pid": pid})
     pidfd = os.pidfd_open(pid)
     try:
-        if not select.select([pidfd], [], [], item.get("after_s", 30.0))[0]:
+        if not select.select([pidfd], [], [], item.get("after_s", 60.0))[0]:
             os.kill(pid, signal.SIGKILL)
     finally:
         os.close(pidfd)
     _, status = os.waitpid(pid, 0)
-    return {"code": os.waitstatus_to_exitcode(status), "died_at": time.monotonic()}
+    tell({"code": os.waitstatus_to_exitcode(status), "died_at": time.monotonic()})
+
+
+def tell(answer: dict[str, Any]) -> None:
+    os.write(1, json.dumps(answer).encode() + b"\n")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     sys.modules["tests.crash.killworker"] = sys.modules["__main__"]
-    print("{}", flush=True)
+    tell({})
     for line in sys.stdin:
-        print(json.dumps(live(sys.argv[1], json.loads(line))), flush=True)
+        live(json.loads(line))

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 
+from stagecache.errors import UnreadableHitError
+from stagecache.step import NewRequest, SchedulerStep
 from tests.crash.killworker import PLACES
 from tests.crash.load import Load
+from tests.crash.workload import Part, Step
 from tests.daemon_process import DaemonProcess, poll_until
 
 KILLS_A_PLACE = 5
 RANDOM_KILLS = 40
 BACK_WITHIN_S = 1.0
+"""Held by nine of ten: the machine that tests run on may be busy with others."""
+
+ONCE = frozenset(
+    place for place in PLACES if any(word in place for word in ("handshake", "attach", "open a key", "detach"))
+)
+"""Places that a worker comes to once."""
+
+LOCK_OF_DAEMON = re.compile(r"stagecache\.[0-9a-f]{12}\.lock")
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(240)]
 
@@ -26,42 +41,43 @@ pytestmark = [pytest.mark.crash, pytest.mark.timeout(240)]
 class Workers:
     """The other end of ``tests.crash.killworker``."""
 
-    def __init__(self, socket: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.crash.killworker", str(socket)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.crash.killworker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._answer()
 
-    def start(self, item: dict[str, Any]) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(item) + "\n")
-        self.process.stdin.flush()
+    def start(self, daemon: DaemonProcess, **item: Any) -> int:
+        """Start one; its process id."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"socket": str(daemon.socket), **item}) + "\n")
+        self._process.stdin.flush()
+        return int(self._answer()["pid"])
 
-    def wait(self) -> dict[str, Any]:
-        """What became of the worker that was started."""
-        return self._answer()
+    def wait(self) -> float:
+        """Wait until it was killed; when that was, by time.monotonic()."""
+        answer = self._answer()
+        assert answer["code"] == -signal.SIGKILL, f"the worker ended with {answer['code']}, it did not die as planned"
+        return float(answer["died_at"])
 
     def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
         assert line, "the process that starts workers has ended"
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def close(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait(30)
-        self.process.stdout.close()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+        self._process.stdout.close()
 
 
-@pytest.fixture
-def workers(fresh_daemon: DaemonProcess) -> Iterator[Workers]:
-    made = Workers(fresh_daemon.socket)
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    made = Workers()
     yield made
     made.close()
 
@@ -69,47 +85,41 @@ def workers(fresh_daemon: DaemonProcess) -> Iterator[Workers]:
 @pytest.fixture
 def bystander(fresh_daemon: DaemonProcess) -> Iterator[Load]:
     """A worker that lives through it all."""
-    load = Load(fresh_daemon.socket, 99, workload=None)
+    load = Load(fresh_daemon.socket, 99)
     yield load
     load.finish()
     load.close()
 
 
 def deaths(daemon: DaemonProcess, workers: Workers, bystander: Load, plan: list[dict[str, Any]]) -> list[float]:
-    """Let a worker die for each item of the plan. Seconds from each death until nothing of it was left."""
-    import time
-
-    before = sorted(daemon.shm_files())
+    """Let a worker die for each item of the plan. Seconds from each death until nothing of it was left, in order."""
     took = []
+    own = bystander.cache.session.session_id
+
+    def left() -> list[str]:
+        return [name for name in daemon.shm_files() if own not in name and not LOCK_OF_DAEMON.fullmatch(name)]
+
     for item in plan:
-        workers.start(item)
+        workers.start(daemon, **item)
         for _ in range(3):
             bystander.run_step()
-        answer = workers.wait()
-        assert answer["code"] == -9, f"{item} ended with {answer['code']}, and did not die where it should"
-        poll_until(
-            lambda: [name for name in daemon.shm_files() if name not in before and not own(name, bystander)] == [],
-            f"memory of the worker that died at {item}",
-        )
-        took.append(time.monotonic() - answer["died_at"])
-    return took
-
-
-def own(name: str, load: Load) -> bool:
-    return load.cache.session.session_id in name
+        died_at = workers.wait()
+        poll_until(lambda: not left(), f"the memory of the worker that died at {item}")
+        took.append(time.monotonic() - died_at)
+    return sorted(took)
 
 
 def test_a_worker_killed_at_any_place_leaves_nothing(
     fresh_daemon: DaemonProcess, workers: Workers, bystander: Load
 ) -> None:
+    """Nothing within a second, half of it logged or all; and who steps beside it has every row exact."""
     rng = Random(1)
-    first_visits = ("handshake", "attach", "detach")
     plan = [
-        {"place": place, "visit": 1 if any(word in place for word in first_visits) else rng.randint(1, 3), "seed": seed}
+        {"place": place, "visit": 1 if place in ONCE else rng.randint(1, 3), "seed": seed}
         for seed, place in enumerate(sorted(PLACES) * KILLS_A_PLACE)
     ]
     took = deaths(fresh_daemon, workers, bystander, plan)
-    assert sorted(took)[len(took) * 9 // 10] < BACK_WITHIN_S
+    assert took[len(took) * 9 // 10] < BACK_WITHIN_S
 
 
 def test_a_worker_killed_at_random_moments_leaves_nothing(
@@ -118,21 +128,38 @@ def test_a_worker_killed_at_random_moments_leaves_nothing(
     rng = Random(2)
     plan = [{"after_s": rng.uniform(0.0, 0.25), "seed": seed} for seed in range(RANDOM_KILLS)]
     took = deaths(fresh_daemon, workers, bystander, plan)
-    assert sorted(took)[len(took) * 9 // 10] < BACK_WITHIN_S
+    assert took[len(took) * 9 // 10] < BACK_WITHIN_S
 
 
-@pytest.mark.parametrize("first", ["daemon", "worker"])
+@pytest.mark.parametrize("order", ["daemon first", "worker first"])
 def test_both_sides_killed_leave_nothing_after_the_next_start(
-    fresh_daemon: DaemonProcess, workers: Workers, first: str
+    fresh_daemon: DaemonProcess, workers: Workers, order: str
 ) -> None:
     """Segments and semaphores are gone once a daemon has started again."""
     for seed in range(3):
-        workers.start({"place": "extent leased", "visit": 4, "seed": seed})
-        if first == "daemon":
-            poll_until(lambda: any(".staging" in name for name in fresh_daemon.shm_files()), "a worker that attached")
+        worker = workers.start(fresh_daemon, seed=seed)
+        poll_until(lambda: any(".staging3" in name for name in fresh_daemon.shm_files()), "a worker that is attached")
+        if order == "daemon first":
             fresh_daemon.kill()
-            workers.process.stdin.flush()
-        else:
-            assert workers.wait()["code"] == -9
+        os.kill(worker, signal.SIGKILL)
+        workers.wait()
+        if order == "worker first":
             fresh_daemon.kill()
         fresh_daemon.start()
+        assert [name for name in fresh_daemon.shm_files() if not LOCK_OF_DAEMON.fullmatch(name)] == []
+
+
+def test_a_new_worker_reads_nothing_of_a_dead_one(fresh_daemon: DaemonProcess, workers: Workers) -> None:
+    """Neither what the dead one saved nor what it had only staged: a hit on slots that nobody wrote is an error."""
+    workers.start(fresh_daemon, seed=5, place="record in the ring, without its sequence", visit=40)
+    workers.wait()
+    load = Load(fresh_daemon.socket, 5)
+    try:
+        hit = SchedulerStep({"r": 1}, [NewRequest("r", 8, ([0, 1, 2],))])
+        load.cache.new_step_starts(hit)
+        load.view.show(Step(hit, [Part("r", [0, 1, 2], 8, 1, 8)]))
+        step = load.cache.save_outputs(torch.zeros(1, 3), {}, num_tokens_unpadded=1, num_tokens_padded=1)
+        with pytest.raises(UnreadableHitError):
+            load.cache.materialize(step, ["r"])
+    finally:
+        load.close()

@@ -45,9 +45,8 @@ class Chaos:
         for req_id in preempted:
             self.live[req_id].preempted = True
         batch: list[Scheduled] = []
-        for req_id in list(self.live):
-            if req_id not in preempted and rng.random() < 0.7:
-                batch.append(self._go_on(rng, req_id, capacity))
+        going_on = [req_id for req_id in self.live if req_id not in preempted and rng.random() < 0.7]
+        batch += [self._go_on(rng, req_id, capacity) for req_id in going_on]
         for _ in range(rng.choice((0, 0, 1, 1, 2, 3))):
             if len(self.live) < 6:
                 fresh = finished and rng.random() < 0.4

@@ -73,7 +73,7 @@ SETUPS = (
     _setup(
         "small arena",
         {HIDDEN: Schema("float32", (96,)), "ctx": Schema("uint8", (7,))},
-        settings={"arena_bytes": 1 << 16},
+        settings={"arena_bytes": 1 << 16, "max_results": 16},
         depth=2,
     ),
     _setup(

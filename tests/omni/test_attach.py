@@ -156,6 +156,16 @@ def test_the_second_worker_of_a_stage_opens_all_its_keys_at_once(socket: str, ru
     assert manager.cache.session.rpc.calls == calls, "the first real request makes no call"
 
 
+def test_an_expected_key_that_is_wrong_gives_way(socket: str, running: list[Runner]) -> None:
+    """The width in the model's configuration is a guess, and so is what another run of the model emitted."""
+    runner = Runner("wider")
+    running.append(runner)
+    runner.model_config.get_hidden_size = lambda: 2 * HIDDEN
+    runner.lay_out()
+    hidden, _ = runner._prefix_cache_materialize(first_step(runner), ["a"])
+    assert hidden["a"].shape == (3, HIDDEN)
+
+
 def test_keys_may_be_declared(socket: str, running: list[Runner], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAGECACHE_KEYS", "k:float32:2, codes.audio:int64:16")
     runner = Runner("declared", requires_full_prefix_cached_hidden_states=False)
@@ -280,9 +290,7 @@ def test_without_a_daemon_the_stage_falls_back_with_one_warning(
     runner.omni_prefix_cache.shutdown()
 
 
-def test_a_required_daemon_that_is_not_there_stops_the_engine(
-    no_daemon: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_required_daemon_that_is_not_there_stops_the_engine(no_daemon: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAGECACHE_REQUIRED", "1")
     runner = Runner()
     runner.lay_out()
@@ -330,7 +338,7 @@ def test_a_kv_cache_laid_out_anew_gets_a_new_session(socket: str, running: list[
 
 def test_roles_that_the_model_declares_reach_the_cache(socket: str, running: list[Runner]) -> None:
     """K2"""
-    runner = Runner(prefix_cache_key_roles={"k": "global"}, deferred_prefix_cache_mm_keys={"codes.audio"})
+    runner = Runner("roles", prefix_cache_key_roles={"k": "global"}, deferred_prefix_cache_mm_keys={"codes.audio"})
     running.append(runner)
     runner.lay_out()
     step_id = first_step(runner)
@@ -339,9 +347,7 @@ def test_roles_that_the_model_declares_reach_the_cache(socket: str, running: lis
     assert [key.schema.name for key in runner.omni_prefix_cache.cache.session.keys] == [HIDDEN_KEY]
 
 
-def test_the_drop_in_constructor_reads_the_environment(
-    socket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_drop_in_constructor_reads_the_environment(socket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAGECACHE_STAGE", "from-env")
     config = PrefixCacheConfig(
         num_blocks=16, block_size=BLOCK, staging_depth=3, staging_capacity_tokens=8, staging_claim_timeout_s=0.1
@@ -369,9 +375,7 @@ def test_profiling_never_attaches(socket: str, running: list[Runner], profiling:
     assert ("_stagecache_prepared" in runner.__dict__) is not profiling
 
 
-def test_an_inherited_initialize_kv_cache_is_wrapped_for_that_class_alone(
-    socket: str, running: list[Runner]
-) -> None:
+def test_an_inherited_initialize_kv_cache_is_wrapped_for_that_class_alone(socket: str, running: list[Runner]) -> None:
     """As of OmniGPUModelRunner, which has vLLM's: vLLM's own stays as it is."""
 
     class Gpu(KvRunner):

@@ -70,9 +70,7 @@ def test_in_process_rows_equal_an_uncached_run(checkpoint: Path, uncached, stage
 
 
 @pytest.mark.parametrize("stage", KEYS)
-def test_sidecar_rows_equal_an_uncached_run(
-    checkpoint: Path, uncached, daemon: DaemonProcess, stage: str
-) -> None:
+def test_sidecar_rows_equal_an_uncached_run(checkpoint: Path, uncached, daemon: DaemonProcess, stage: str) -> None:
     """H2: bit-equal in fp32 for rows that prefill made, chunked prefill and same-step hits too."""
     with stage_engine(checkpoint, stage, daemon.socket) as engine:
         rows = run_rounds(engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ class FailingDevice(CpuDevice):
 class Batch:
     """A live batch of any requests: (id, first position, blocks)."""
 
-    rows: list[tuple[str, int, list[int]]] = []
+    rows: Sequence[tuple[str, int, list[int]]] = ()
 
     def req_ids(self) -> list[str]:
         return [req_id for req_id, _, _ in self.rows]
@@ -99,7 +100,7 @@ def test_a_failed_deferred_write_is_reported_once_and_costs_exactly_its_rows(rig
     begin(cache, view, "a", 0, [0])
     cache.discard_step(save(cache, 100))
     device.fail_at = 1
-    with pytest.raises(StageCacheError, match="request a, key late, write 1.*the copy broke"):
+    with pytest.raises(StageCacheError, match=r"request a, key late, write 1.*the copy broke"):
         cache.new_step_starts(SchedulerStep(finished_req_ids={"a"}))
 
     begin(cache, view, "b", 4, [0, 1])

@@ -97,7 +97,7 @@ def _stage_table(stage: StagePlan) -> Table:
 
     spec, geometry = stage.spec, stage.geometry
     title = f"stage {escape(spec.name)}: {geometry.num_blocks:,} blocks of {geometry.block_size} tokens"
-    table = Table(title=title, title_justify="left", title_style="bold", show_footer=False)
+    table = Table(title=title, title_justify="left", title_style="bold")
     for name in ("part", "dtype", "row", "pool", "staging", "tables", "total"):
         table.add_column(name, justify="left" if name in ("part", "dtype", "row") else "right")
     for key in stage.keys:
@@ -114,9 +114,10 @@ def _stage_table(stage: StagePlan) -> Table:
     table.add_row("slot words", "", "", "", "", human_bytes(stage.slots_bytes), human_bytes(stage.slots_bytes))
     table.add_row("merge arena", "", "", "", "", "", human_bytes(stage.arena_bytes))
     table.add_row("log and results", "", "", "", "", "", human_bytes(stage.control_bytes), end_section=True)
-    table.add_row("one session", "", "", "", "", "", human_bytes(stage.session_bytes))
-    times = f"{spec.replicas} replicas x {spec.tensor_parallel} ranks" if spec.sessions > 1 else "1 session"
-    table.add_row(f"[bold]{times}[/]", "", "", "", "", "", f"[bold]{human_bytes(stage.total_bytes)}[/]")
+    table.add_row("[bold]one session[/]", "", "", "", "", "", f"[bold]{human_bytes(stage.session_bytes)}[/]")
+    if spec.sessions > 1:
+        times = f"{spec.replicas} replicas x {spec.tensor_parallel} ranks"
+        table.add_row(f"[bold]{times}[/]", "", "", "", "", "", f"[bold]{human_bytes(stage.total_bytes)}[/]")
     return table
 
 
@@ -124,13 +125,14 @@ def _needs_table(deployment: DeploymentPlan) -> Table:
     """What to set where."""
     from rich.table import Table
 
-    sessions = f"{deployment.sessions} session" + ("s" if deployment.sessions > 1 else "")
-    table = Table(title=f"a node with these {sessions} needs", title_justify="left", title_style="bold", box=None)
+    sessions = f"these {deployment.sessions} sessions" if deployment.sessions > 1 else "this session"
+    budget = f"--memory-budget {-(-deployment.total_bytes // (1 << 20))}M, or more"
+    table = Table(title=f"a node with {sessions} needs at least", title_justify="left", title_style="bold", box=None)
     table.add_column("", justify="left")
     table.add_column("", justify="right")
     table.add_column("", justify="left")
     for what, size, where in (
-        ("shared memory", deployment.total_bytes, "--memory-budget, at least"),
+        ("shared memory", deployment.total_bytes, budget),
         ("/dev/shm", deployment.shm_bytes, "its size, where --memory-budget is set"),
         ("", deployment.shm_bytes_default_budget, "its size, with the default budget of 80 % of it"),
         ("locked memory", deployment.locked_bytes, "ulimit -l, LimitMEMLOCK=: so that nothing is swapped"),

@@ -101,7 +101,7 @@ def _attach(runner: Any, config: Any) -> SidecarPrefixCacheManager | None:
             model=str(model_config.model),
             stage=stage,
             rank=_tp_rank(),
-            keys=_model_keys(model_config, policy),
+            expected=_expected_keys(model_config, policy),
             policy=ModelCachePolicy(
                 policy.needs_full_hidden_states,
                 policy.deferred_keys,
@@ -132,8 +132,8 @@ def _attach(runner: Any, config: Any) -> SidecarPrefixCacheManager | None:
     return manager
 
 
-def _model_keys(model_config: Any, policy: Any) -> list[KeySchema]:
-    """Keys that are known before the first step: the hidden states, where the model wants them whole."""
+def _expected_keys(model_config: Any, policy: Any) -> list[KeySchema]:
+    """Keys that are likely before the first step: the hidden states, where the model wants them whole."""
     if not policy.needs_full_hidden_states:
         return []
     try:

@@ -25,6 +25,7 @@ from stagecache.cache import StageCache
 from stagecache.errors import AttachError, StageCacheError, UnknownRequestError
 from stagecache.outputs import StageCacheOutputs
 from stagecache.policy import ModelCachePolicy
+from stagecache.session import Session
 from stagecache.shim.omni.errors import as_omni
 from stagecache.shim.omni.keys import keys_from_env
 from stagecache.shim.omni.steps import StepReader
@@ -52,7 +53,8 @@ class SidecarPrefixCacheManager:
         eager: taken for compatibility; copies are the daemon's.
         socket: the daemon's socket; STAGECACHE_SOCKET by default.
         model, stage, rank: whose session this is. stage: STAGECACHE_STAGE by default.
-        keys: keys to open at once, besides those of STAGECACHE_KEYS and those remembered for (model, stage).
+        expected: keys to open at once, besides those of STAGECACHE_KEYS and those remembered for (model, stage). As
+            remembered ones they are hints: one that the model's rows do not fit gives way to them.
         policy: what the model wants cached, if known already.
         arena_bytes: size of the merge arena; 0 is the client's default.
 
@@ -71,7 +73,7 @@ class SidecarPrefixCacheManager:
         model: str = "model",
         stage: str | None = None,
         rank: int = 0,
-        keys: Sequence[KeySchema] = (),
+        expected: Sequence[KeySchema] = (),
         policy: Any = None,
         arena_bytes: int = 0,
     ) -> None:
@@ -82,12 +84,13 @@ class SidecarPrefixCacheManager:
         self._steps = StepReader()
         self._outputs = _outputs_class()
         self._policy = self._own_policy(policy)
+        declared = keys_from_env()
+        names = frozenset(key.name for key in declared)
         try:
             if not socket:
                 raise AttachError("no socket is named.", remedy="Set STAGECACHE_SOCKET to the daemon's socket.")
-            declared = {key.name: key for key in (*keys, *keys_from_env())}
-            self.cache = StageCache.attach(
-                socket=socket,
+            session = Session.attach(
+                socket,
                 model=model,
                 stage=stage or os.environ.get("STAGECACHE_STAGE") or DEFAULT_STAGE,
                 geometry=Geometry(
@@ -97,19 +100,23 @@ class SidecarPrefixCacheManager:
                     staging_depth=int(config.staging_depth),
                     arena_bytes=arena_bytes,
                 ),
-                view=self._view,
-                policy=self._policy,
-                keys=list(declared.values()),
+                keys=[*declared, *(key for key in expected if key.name not in names)],
                 rank=rank,
                 open_remembered_keys=True,
-                staging_claim_timeout_s=float(config.staging_claim_timeout_s),
-                merge_timeout_s=float(config.staging_claim_timeout_s),
-                gpu_staging_bytes=int(config.gpu_staging_bytes),
-                split_lists=False,
             )
         except StageCacheError as error:
             as_omni(error)
             raise
+        self.cache = StageCache(
+            session,
+            self._view,
+            self._policy,
+            declared=names,
+            staging_claim_timeout_s=float(config.staging_claim_timeout_s),
+            merge_timeout_s=float(config.staging_claim_timeout_s),
+            gpu_staging_bytes=int(config.gpu_staging_bytes),
+            split_lists=False,
+        )
 
     def bind(self, view: Any) -> None:
         """Read this group view; where the manager was attached before the input batch was there."""

@@ -43,6 +43,9 @@ const tip = {
   },
 };
 
+// Text with `code` in it.
+const withCode = (text) => text.split("`").map((part, index) => (index % 2 ? element("code", {}, part) : part));
+
 const label = (session) => `${session.stage} #${session.replica}`;
 const find = (id) => state?.sessions.find((session) => session.id === id);
 const total = (pick) => state.sessions.reduce((sum, session) => sum + (pick(session) ?? 0), 0);
@@ -198,6 +201,7 @@ function renderMemory() {
       const entry = keys.get(key.name) ?? { size: 0, locked: true, rows: rowsOf(key) };
       entry.size += key.pool_bytes + key.staging_bytes + 8 * session.slots;
       entry.locked &&= key.locked;
+      if (entry.rows !== rowsOf(key)) entry.rows = `${key.dtype}, of several widths`;
       keys.set(key.name, entry);
     }
     rest += 8 * session.slots;
@@ -225,7 +229,18 @@ function renderMemory() {
     ["held by merged tensors", bytes(total((s) => s.arena.leased))],
     ["scheduler-side shims", String(daemon.schedulers)],
   ];
-  $("memory-facts").replaceChildren(...facts.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
+  const list = (pairs) => pairs.flatMap(([name, value, tone]) => [element("dt", {}, name), element("dd", { className: tone ?? "" }, value)]);
+  $("memory-facts").replaceChildren(...list(facts));
+  const waited = (what) => seconds(total((s) => s.trouble.wait_s[what]));
+  const lost = total((s) => s.trouble.lost_steps), unknown = total((s) => s.trouble.unknown_rows);
+  $("work-facts").replaceChildren(...list([
+    ["engine waited for pages", waited("page")],
+    ["merges waited for hits", waited("hit")],
+    ["waited for room in the log", waited("log")],
+    ["requests that hit", count(total((s) => s.hit_requests))],
+    ["steps lost", count(lost), lost ? "warn" : ""],
+    ["rows of hits not there", count(unknown), unknown ? "bad" : ""],
+  ]));
 }
 
 function renderSelected() {
@@ -282,7 +297,7 @@ function renderErrors() {
       element("span", { className: "what" }, entry.what, entry.where ? ` · ${entry.where}` : "", entry.count > 1 ? ` · ${count(entry.count)} times` : ""),
       element("span", { className: "when", title: new Date(entry.at * 1000).toLocaleString() }, `${age(state.now - entry.at)} ago`),
       entry.text ? element("p", { className: "dim" }, entry.text) : null,
-      entry.cure ? element("p", { className: "cure" }, entry.cure) : null)));
+      entry.cure ? element("p", { className: "cure" }, ...withCode(entry.cure)) : null)));
 }
 
 function render() {

@@ -23,6 +23,7 @@ export function bytes(value) {
 }
 
 export function percent(value, digits = 0) {
+  if (digits && value > 0 && value < 0.5 * 10 ** (-2 - digits)) return `< ${(10 ** -digits).toFixed(digits)} %`;
   return value == null ? "–" : `${(100 * value).toFixed(value > 0.995 && value < 1 ? 1 : digits)} %`;
 }
 
