@@ -170,7 +170,7 @@ class StageCache:
         """
         begun = time.perf_counter_ns()
         self._abandon()
-        self._saver.epochs.follow(getattr(scheduler_output, "stagecache_epoch", 0))
+        self._saver.epochs.follow(getattr(scheduler_output, "stagecache_epoch", None))
         with self._lock:
             plan = self._planner.plan(scheduler_output, self._next_step_id - 1)
         self._plan = plan

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from stagecache.counters import Counters
 from stagecache.deferred import DeferredRows
+from stagecache.engine_resets import EngineResets
 from stagecache.errors import StageCacheError
 from stagecache.session import Session
 from stagecache.slots import Runs, count_slots
@@ -18,12 +19,15 @@ class Epochs:
     """Lost steps and resets of one session. Engine thread only.
 
     unlogged: something happened that the log does not know; the next record must be a RESET.
+
+    Where a scheduler-side shim is there, the engine is asked to forget its hashes after each loss.
     """
 
     def __init__(self, session: Session, deferred: DeferredRows, counters: Counters) -> None:
         self.unlogged = False
-        self._engine_epoch = 0
+        self._engine_epoch: int | None = None
         self._session = session
+        self._resets = EngineResets(session.rpc, session.stage)
         self._deferred = deferred
         self._counters = counters
 
@@ -36,24 +40,30 @@ class Epochs:
             self._session.append(Record(0, Kind.LOST, rows=count_slots(runs), unit_runs=runs.ndim == 1, runs=runs))
         except StageCacheError:
             self.unlogged = True
+        self._ask_engine("rows of a step were lost")
 
-    def follow(self, engine_epoch: int) -> None:
+    def follow(self, engine_epoch: int | None) -> None:
         """Begin a new epoch before anything else of a step is logged, where one is due: the engine forgot its prefix
         cache, steps were not logged during an outage that is over, or an operator insists.
 
-        engine_epoch: what the scheduler-side shim put on the scheduler output; 0 where there is none.
+        engine_epoch: what the scheduler-side shim put on the scheduler output; None where there is none.
         """
         session = self._session
-        if engine_epoch > self._engine_epoch:
+        if engine_epoch is not None:
+            if engine_epoch > (self._engine_epoch or 0):
+                self.unlogged = True
             self._engine_epoch = engine_epoch
-            self.unlogged = True
         if session.watcher.reset_cause is not None:
             session.watcher.reset_cause = None
             self.unlogged = True
-        if session.away:
-            session.returned()
+        if session.away and session.returned() and self.unlogged:
+            self._ask_engine("steps were not logged while the daemon was away")
         if self.unlogged and not session.away:
             self.reset()
+
+    def _ask_engine(self, cause: str) -> None:
+        if self._engine_epoch is not None and not self._session.away:
+            self._resets.ask(cause)
 
     def reset(self) -> int:
         """Begin a new epoch: nothing saved before is readable after (R5). Returns the epoch."""

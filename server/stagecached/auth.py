@@ -35,7 +35,7 @@ ALLOWED: Final[dict[str, frozenset[str]]] = {
     "Lookup": frozenset({"worker"}),
     "Detach": frozenset({"worker"}),
     "Watch": frozenset({"worker", "scheduler"}),
-    "Reset": frozenset({"scheduler", "observer"}),
+    "Reset": ROLES,
     "Stats": ROLES,
 }
 

@@ -141,8 +141,10 @@ class StageCacheService(pb_grpc.StageCacheServicer):
         """Schedulers are told, who make their engine forget and carry the epoch to the workers in order (R5).
 
         With ``force``, where a stage has no scheduler-side shim, its workers are told themselves. An empty stage
-        means every stage.
+        means every stage. A worker, which asks after it lost rows, speaks for its own stage only, and never by force.
         """
+        if _caller(context).role == "worker":
+            request = pb.ResetRequest(stage=self._session(context).manifest.stage, cause=request.cause)
         sessions = [s for s in self._manager.all() if request.stage in ("", s.manifest.stage)]
         stages = sorted({session.manifest.stage for session in sessions})
         if not stages:

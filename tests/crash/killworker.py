@@ -3,8 +3,8 @@
     python -m tests.crash.killworker    # stdin: one JSON line a worker; stdout: one when it runs, one when it is dead
 
 The process imports torch and the client once and forks. A line holds ``socket`` and ``seed``, and may hold ``place``
-and ``visit``, or ``after_s``, at which the worker dies. The answers are {"pid": PID}, then {"code": EXIT, "died_at":
-time.monotonic()}.
+and ``visit``, or ``after_s``, at which the worker dies, or ``steps``, after which it ends. The answers are {"pid": PID}
+and {"code": EXIT, "died_at": time.monotonic()}; with ``tell``, {"attached": SESSION} and what it did come between.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from stagecache.device import CpuDevice
 from stagecache.errors import StageCacheError
 from tests.crash.load import Load
+from tests.crash.workload import Workload
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
@@ -101,21 +102,26 @@ def die_at(place: str, visit: int) -> None:
     setattr(owner, name, call)
 
 
-def become_worker(item: dict[str, Any], steps: int) -> None:
-    """Runs in the fork, and ends it: a load without end, or with an end where the place lies behind it."""
+def become_worker(item: dict[str, Any]) -> None:
+    """Runs in the fork, and ends it: a load of ``steps``, or without end."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     status = 1
     try:
         if "place" in item:
             die_at(item["place"], item["visit"])
-        load = Load(Path(item["socket"]), item["seed"], device=HalfCopies())
+        steps = Workload(item["seed"], salt=item.get("salt", 0))
+        load = Load(Path(item["socket"]), item["seed"], workload=steps, device=HalfCopies())
+        if item.get("tell"):
+            tell({"attached": load.cache.session.session_id})
         log = load.cache.session.log
         log._daemon_doorbell = Bell(log._daemon_doorbell)
-        while "detach" not in item.get("place", "") or load.steps < steps:
+        while load.steps != item.get("steps"):
             load.run_step()
         load.finish()
+        if item.get("tell"):
+            tell({"rows": load.checked_rows, "hit_rows": load.cache.counters.hit_rows})
         load.close()
-        status = 3
+        status = 0
     except (StageCacheError, AssertionError) as error:
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
     finally:
@@ -126,7 +132,7 @@ def live(item: dict[str, Any]) -> None:
     """The life of one worker."""
     pid = os.fork()
     if pid == 0:
-        become_worker(item, steps=8)
+        become_worker(item)
     tell({"pid": pid})
     pidfd = os.pidfd_open(pid)
     try:
@@ -145,6 +151,6 @@ def tell(answer: dict[str, Any]) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     sys.modules["tests.crash.killworker"] = sys.modules["__main__"]
-    tell({})
+    tell({"ready": True})
     for line in sys.stdin:
         live(json.loads(line))

@@ -63,7 +63,8 @@ class Load:
         workload: Workload | None = None,
         **attach: Any,
     ) -> None:
-        """wait_s: longest wait of a save or a hit. eager: how often some step is consumed right after a save."""
+        """wait_s: longest wait of a save or a hit. eager: how often some step is consumed right after a save.
+        attach: also ``extra_blocks``, which the workload leaves alone."""
         self.rng = Random(seed * 7 + 1)
         self.workload = workload or Workload(seed)
         self.view = View(self.workload.block_size)
@@ -73,7 +74,7 @@ class Load:
             model="m",
             stage=attach.pop("stage", "s"),
             geometry=Geometry(
-                num_blocks=self.workload.num_blocks,
+                num_blocks=self.workload.num_blocks + attach.pop("extra_blocks", 0),
                 block_size=self.workload.block_size,
                 staging_capacity_tokens=self.workload.capacity,
                 staging_depth=self.depth,

@@ -83,8 +83,9 @@ class Workload:
         capacity: int = 24,
         churn: float = 0.25,
         passing_keys: bool = True,
+        salt: int = 0,
     ) -> None:
-        """churn: how many of the running requests end in a step."""
+        """churn: how many of the running requests end in a step. salt: another gives the same steps other rows."""
         self.rng = Random(seed)
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -100,7 +101,7 @@ class Workload:
         self._free = list(range(num_blocks))
         self._full: set[int] = set()
         self._ordinal = 0
-        self._serial = 0
+        self._serial = salt << 32
         self._passing = ""
 
     def next(self) -> Step:
@@ -116,7 +117,7 @@ class Workload:
         plan.preempted_req_ids = {
             name for name in self.live if name not in plan.finished_req_ids and rng.random() < 0.06
         } or None
-        for name in [*plan.finished_req_ids, *(plan.preempted_req_ids or ())]:
+        for name in sorted({*plan.finished_req_ids, *(plan.preempted_req_ids or ())}):
             request = self.live.pop(name, None)
             if request is not None:
                 self._release(request.blocks)

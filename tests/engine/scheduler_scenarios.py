@@ -20,7 +20,9 @@ from scenarios import SHARED, generate, make_engine, recorded, stop, tokens
 from stagecache.control import connect_observer
 from stagecache.demo.checkpoint import ModelShape, write_checkpoint
 from stagecache.local_daemon import LocalDaemon
+from stagecache.shim.assemble import PromptAssembler
 from stagecache.shim.scheduler import shim_of
+from stagecache.shim.vllm import external_id, on_step
 
 
 def wait_for(look: Callable[[], Any], what: str) -> None:
@@ -144,6 +146,66 @@ def running(checkpoint: Path, out: Path) -> dict[str, Any]:
     }
 
 
+def priority(checkpoint: Path, out: Path) -> dict[str, Any]:
+    """Policy priority in a cache for one long prompt; the second time without the guard."""
+    import torch
+
+    low = {"low": tokens(50, 400)}
+    high = {"high": tokens(51, 64)}
+    settings = {"max_num_batched_tokens": 128, "long_prefill_token_threshold": 96, "max_model_len": 448}
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=4, temperature=0.0, detokenize=False, ignore_eos=True)
+
+    def send(llm: Any) -> dict[str, Any]:
+        engine = llm.llm_engine
+        answers = {}
+        for prompts, rank in ((low, 5), (high, 0)):
+            for name, prompt in prompts.items():
+                engine.add_request(name, {"prompt_token_ids": prompt}, params, priority=rank)
+            engine.step()
+        while engine.has_unfinished_requests():
+            answers.update({o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished})
+        return answers
+
+    runs = []
+    for guard in (True, False):
+        llm = make_engine(checkpoint, scheduling_policy="priority", num_gpu_blocks_override=15, **settings)
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        if not guard:
+            del scheduler._preempt_request  # the wrapper; the class has the engine's own
+        answers: dict[str, Any] = {}
+        errors: dict[str, str] = {}
+
+        def missed(req_id: str, error: Exception, errors: dict[str, str] = errors) -> None:
+            errors[external_id(req_id)] = type(error).__name__
+
+        prompts: dict[str, Any] = {}
+
+        def keep(prompt: Any, prompts: dict[str, Any] = prompts) -> None:
+            prompts[external_id(prompt.req_id)] = prompt.hidden
+
+        unsubscribe = on_step(PromptAssembler(keep, missed))
+        answers = send(llm)
+        unsubscribe()
+        runs.append((answers, prompts, errors, getattr(shim_of(scheduler), "taken_back", 0)))
+        stop(llm)
+    llm = make_engine(checkpoint, enable_prefix_caching=False)
+    answers = {}
+    rows = recorded(lambda: answers.update(generate(llm, low | high, max_tokens=4)))
+    stop(llm)
+    truth = {name: list(answer.outputs[0].token_ids) for name, answer in answers.items()}
+    return {
+        name: {
+            "right_answers": answered == truth,
+            "right_rows": {n: torch.allclose(kept[n], rows[n].hidden, atol=1e-4) for n in kept},
+            "errors": failed,
+            "taken_back": taken_back,
+        }
+        for name, (answered, kept, failed, taken_back) in zip(("guarded", "unguarded"), runs, strict=True)
+    }
+
+
 def apart(checkpoint: Path, out: Path) -> dict[str, Any]:
     """The worker in a process of its own: the epoch reaches it with the scheduler output."""
     llm = make_engine(checkpoint, distributed_executor_backend="mp")
@@ -188,6 +250,6 @@ def outage(checkpoint: Path, out: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    scenarios = {function.__name__: function for function in (resets, running, outage, apart)}
+    scenarios = {function.__name__: function for function in (resets, running, outage, priority, apart)}
     answers = {name: scenarios[name](Path(sys.argv[2]), Path(sys.argv[3])) for name in sys.argv[1].split(",")}
     print(json.dumps(answers))

@@ -12,7 +12,7 @@ import pytest
 
 from stagecache.local_daemon import LocalDaemon
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 SCENARIOS = Path(__file__).with_name("scheduler_scenarios.py")
 HIT = 128
@@ -28,7 +28,7 @@ def run(names: str, folder: Path, checkpoint: Path, environment: dict[str, str])
             env=environment | {"PYTHONPATH": str(SCENARIOS.parent), "STAGECACHE_SOCKET": str(daemon.socket)},
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=540,
             check=False,
         )
     assert done.returncode == 0, f"{names} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -38,7 +38,7 @@ def run(names: str, folder: Path, checkpoint: Path, environment: dict[str, str])
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, engine_environment: dict[str, str]) -> Answers:
-    return run("resets,running,outage", tmp_path_factory.mktemp("s"), checkpoint, engine_environment)
+    return run("resets,running,outage,priority", tmp_path_factory.mktemp("s"), checkpoint, engine_environment)
 
 
 def test_whatever_makes_kv_stale_makes_the_engine_forget_it(answers: Answers) -> None:
@@ -75,6 +75,17 @@ def test_rows_lost_in_an_outage_make_the_engine_forget_their_blocks(answers: Ans
     assert seen["after"]["hit"] == 0
     assert seen["after"]["epoch"] >= 1
     assert seen["after_again"]["hit"] == seen["after_again"]["from_cache"] == HIT
+
+
+def test_with_the_guard_policy_priority_gives_the_right_tokens_and_rows(answers: Answers) -> None:
+    """G3, and the control: without it the preempted request hits KV that nobody computed, and answers wrong."""
+    guarded, unguarded = answers["priority"]["guarded"], answers["priority"]["unguarded"]
+    assert guarded["taken_back"] > 0
+    assert guarded["right_answers"]
+    assert guarded["right_rows"] == {"low": True, "high": True}
+    assert guarded["errors"] == {}
+    assert not unguarded["right_answers"]
+    assert "low" not in unguarded["right_rows"]
 
 
 def test_the_epoch_reaches_a_worker_in_a_process_of_its_own(

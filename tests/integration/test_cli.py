@@ -86,7 +86,7 @@ def test_reset_without_a_scheduler_to_tell_needs_force(daemon: DaemonProcess) ->
     assert refused.returncode == 1
     assert "force" in refused.stderr
     assert forced.returncode == 0
-    assert "1 sessions" in forced.stdout
+    assert "1 session(s)" in forced.stdout
 
 
 def test_help_and_version_are_quick_and_import_no_torch() -> None:

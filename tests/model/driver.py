@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tests.model.chaos import Chaos
@@ -55,6 +56,7 @@ class Run:
         self._late: list[tuple[Future[Any], Any, str]] = []
         self._open: list[tuple[int, int, list[str]]] = []
         self._writes = 0
+        self._new_epoch = False
         self._keys = list(setup.keys)
 
     def execute(self) -> None:
@@ -100,8 +102,11 @@ class Run:
         self.engine.come_again(event.a, event.b % 6, replace=event.c % 3 == 0)
 
     def reset(self, event: Event) -> None:
-        """The cache's rows go; most often the engine's hashes with them."""
-        self._both("reset()", lambda cache: cache.reset())
+        """The cache's rows go, at once or with the next step; most often the engine's hashes with them."""
+        if event.c % 2:
+            self._new_epoch = True
+        else:
+            self._both("reset()", lambda cache: cache.reset())
         if event.a % 5:
             self.engine.pool.forget()
 
@@ -153,6 +158,7 @@ class Run:
         self._begin(Step((), finished=("bad",)))
 
     def _begin(self, step: Step) -> None:
+        step, self._new_epoch = replace(step, new_epoch=self._new_epoch), False
         text = str(step)
         for request in step.batch:
             if request.how == "new" and request.req_id in self.model.live and request.req_id not in step.finished:

@@ -99,7 +99,6 @@ class MiniRunner:
             view=BatchOf(self.input_batch),
             keys=[KeySchema("__hidden_states__", "float64", (4,)), KeySchema("content", "int64", ())],
         )
-        self.epoch = 0
         self.delivered: dict[str, int] = {}
         self.hit_rows = 0
         self.steps = 0
@@ -120,10 +119,6 @@ class MiniRunner:
 
     def execute(self, output: Any) -> ModelRunnerOutput:
         """One step: begin, update the batch, compute, save, and materialize some step, perhaps an older one."""
-        epoch = getattr(output, "stagecache_epoch", 0)
-        if epoch > self.epoch:
-            self.epoch = epoch
-            self.cache.reset(cause="the scheduler's prefix cache was reset")
         self.resumed += len(output.scheduled_cached_reqs.resumed_req_ids)
         self.cache.new_step_starts(output)
         self._update_states(output)

@@ -50,6 +50,7 @@ class SchedulerOutputs:
 
     def __init__(self) -> None:
         self._tables: dict[str, tuple[int, ...]] = {}
+        self._epoch = 0
 
     def of(self, step: Step) -> SimpleNamespace:
         for req_id in step.finished:
@@ -80,7 +81,9 @@ class SchedulerOutputs:
             cached.num_computed_tokens.append(request.first)
             if resumed:
                 cached.resumed_req_ids.add(request.req_id)
+        self._epoch += step.new_epoch
         return SimpleNamespace(
+            stagecache_epoch=self._epoch,
             finished_req_ids=set(step.finished),
             preempted_req_ids=set(step.preempted) or None,
             scheduled_new_reqs=new,

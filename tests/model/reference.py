@@ -64,6 +64,8 @@ class ReferenceCache(Delivery):
     def new_step_starts(self, step: Step) -> None:
         """H9: finishes, preemptions, then the hits. R2: so an id may finish and start anew in one step."""
         self.lose_unsaved()
+        if step.new_epoch:
+            self.reset()
         self.finish(step)
         self.preempt(step)
         bad = [request for request in step.batch if not self.covered(request)]

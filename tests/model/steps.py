@@ -64,11 +64,13 @@ class Scheduled:
 
 @dataclass(frozen=True)
 class Step:
-    """One scheduler output. ``batch`` is in the order of the rows."""
+    """One scheduler output. ``batch`` is in the order of the rows; ``new_epoch``: the scheduler forgot its prefix cache
+    before it (R5)."""
 
     batch: tuple[Scheduled, ...] = ()
     finished: tuple[str, ...] = ()
     preempted: tuple[str, ...] = ()
+    new_epoch: bool = False
 
     @property
     def tokens(self) -> int:
@@ -78,6 +80,7 @@ class Step:
         parts = [str(request) for request in self.batch]
         parts += [f"finished {' '.join(self.finished)}"] if self.finished else []
         parts += [f"preempted {' '.join(self.preempted)}"] if self.preempted else []
+        parts += ["new epoch"] if self.new_epoch else []
         return "; ".join(parts) or "nothing scheduled"
 
 

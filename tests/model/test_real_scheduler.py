@@ -16,9 +16,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs the engine: make venv")
 
+import torch
 import vllm.v1.worker.gpu_model_runner as gpu_model_runner
 from vllm.v1.request import RequestStatus
 
+from stagecache.errors import StageCacheError
 from tests.daemon_process import DaemonProcess
 from tests.model.mini_runner import MiniRunner
 from tests.unit.shim.scheduler_kit import make_model_config, make_request, make_scheduler
@@ -89,9 +91,7 @@ def test_every_row_of_real_schedules_is_exact(
             asynchronous=asynchronous,
         )
         side = shim.install(scheduler, stage=f"mini{load}")
-        runner = MiniRunner(
-            scheduler, str(daemon.socket), load, num_blocks=NUM_BLOCKS, max_seqs=MAX_SEQS, budget=BUDGET
-        )
+        runner = attached(scheduler, daemon, load)
         reset = (lambda side=side: side.request_reset("test")) if load % 2 else None
         run_load(scheduler, runner, load, depth=2 if asynchronous else 1, reset=reset)
         runner.finish()
@@ -104,3 +104,63 @@ def test_every_row_of_real_schedules_is_exact(
     assert hit_rows > 5_000
     assert resumed > 20
     assert empty > 0 or not asynchronous
+
+
+def attached(scheduler: Any, daemon: DaemonProcess, seed: int, num_blocks: int = NUM_BLOCKS) -> MiniRunner:
+    return MiniRunner(scheduler, str(daemon.socket), seed, num_blocks=num_blocks, max_seqs=MAX_SEQS, budget=BUDGET)
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_without_the_guard_priority_hits_rows_that_nobody_computed(
+    daemon: DaemonProcess, model_config: Any, guard: bool
+) -> None:
+    """G3, and the control of the test above: 14 usable blocks; the request preempted in the schedule() call that
+    scheduled it hits its own blocks afterwards."""
+    shim = pytest.importorskip("stagecache.shim.scheduler")
+    scheduler = make_scheduler(model_config, num_blocks=15, budget=64, threshold=48, policy="priority")
+    shim.install(scheduler, guard=guard)
+    runner = attached(scheduler, daemon, 100, num_blocks=15)
+    scheduler.add_request(make_request("low", range(200), 4, priority=5))
+    refused = None
+    for step in range(40):
+        if step == 1:
+            scheduler.add_request(make_request("high", range(500, 532), 4, priority=0))
+        if not scheduler.has_unfinished_requests():
+            break
+        output = scheduler.schedule()
+        try:
+            scheduler.update_from_output(output, runner.execute(output))
+        except StageCacheError as error:
+            refused = error
+            break
+    else:
+        pytest.fail("the load does not end")
+    if guard:
+        runner.finish()
+        assert (refused, runner.bad) == (None, [])
+        assert runner.delivered == {"low": 203, "high": 35}
+    else:
+        assert refused or runner.bad
+
+
+def test_rows_of_another_position_are_noticed(daemon: DaemonProcess, model_config: Any) -> None:
+    """The control: hits whose rows are shifted by one."""
+    scheduler = make_scheduler(model_config, num_blocks=NUM_BLOCKS, budget=BUDGET, max_seqs=MAX_SEQS)
+    runner = attached(scheduler, daemon, 101)
+    materialize = runner.cache.materialize
+
+    def shifted(step_id: int, req_ids: list[str]) -> Any:
+        out = materialize(step_id, req_ids)
+        for req_id, rows in out.hidden_states.items():
+            if len(rows) > 40:
+                out.hidden_states[req_id] = torch.cat([rows[1:17], rows[:1], rows[17:]])
+        return out
+
+    runner.cache.materialize = shifted  # type: ignore[method-assign]
+    for name in ("first", "second"):
+        scheduler.add_request(make_request(name, range(60), 2))
+        while scheduler.has_unfinished_requests():
+            output = scheduler.schedule()
+            scheduler.update_from_output(output, runner.execute(output))
+    runner.finish()
+    assert [text.split()[2] for text in runner.bad] == ["first:", "second:"]

@@ -44,6 +44,7 @@ def test_the_model_agrees_with_itself_and_sequences_reach_every_situation() -> N
         "nothing scheduled": 100,
         "discard_step": 50,
         "reset()": 100,
+        "new epoch": 20,
         "UnreadableHitError": 100,
         "SchemaMismatchError": 50,
         "StepTooLargeError": 2,
@@ -57,7 +58,7 @@ def test_the_model_agrees_with_itself_and_sequences_reach_every_situation() -> N
 
 def situations(line: str) -> set[str]:
     """What a line of a trace shows."""
-    found = {word for word in ("resumed", "discard_step", "reset()", "nothing scheduled") if word in line}
+    found = {word for word in ("resumed", "discard_step", "reset()", "new epoch", "nothing scheduled") if word in line}
     found |= {word.rstrip(":") for word in line.split() if word.rstrip(":").endswith("Error")}
     found |= {"comes again"} if " again" in line else set()
     for part in line.split("; "):

@@ -1,4 +1,4 @@
-"""A live batch as vLLM's InputBatch shows it, and views over it: what a prefix-cache manager of vLLM-Omni reads."""
+"""What a prefix-cache manager of vLLM-Omni reads: scheduler outputs, a live batch as vLLM's InputBatch shows it, views."""
 
 from __future__ import annotations
 
@@ -54,3 +54,49 @@ class SlotView:
         self.block_size = view.block_size
         self.batch_req_ids = view.batch_req_ids
         self.step_slots_cpu = view.step_slots_cpu
+
+
+class SchedulerOutputs:
+    """Makes what vLLM's scheduler would send for a step; remembers block tables, since only new blocks travel."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, tuple[int, ...]] = {}
+
+    def of(self, step: Step) -> SimpleNamespace:
+        for req_id in step.finished:
+            self._tables.pop(req_id, None)
+        new = []
+        cached = SimpleNamespace(
+            req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[], num_output_tokens=[]
+        )
+        counts: dict[str, int] = {}
+        for request in step.batch:
+            had = self._tables.get(request.req_id, ())
+            self._tables[request.req_id] = request.blocks
+            if request.how == "idle":
+                continue
+            counts[request.req_id] = request.count
+            if request.how == "new":
+                new.append(
+                    SimpleNamespace(
+                        req_id=request.req_id,
+                        num_computed_tokens=request.first,
+                        block_ids=(list(request.blocks),),
+                    )
+                )
+                continue
+            if request.how == "resumed":
+                cached.resumed_req_ids.add(request.req_id)
+            added = request.blocks if request.how == "resumed" else request.blocks[len(had) :]
+            cached.req_ids.append(request.req_id)
+            cached.new_block_ids.append((list(added),) if added else None)
+            cached.num_computed_tokens.append(request.first)
+            cached.num_output_tokens.append(0)
+        return SimpleNamespace(
+            finished_req_ids=set(step.finished),
+            preempted_req_ids=set(step.preempted) or None,
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=counts,
+            total_num_scheduled_tokens=sum(max(0, count) for count in counts.values()),
+        )

@@ -15,8 +15,8 @@ from tests.omni.settings import quiet
 
 quiet()
 
-from tests.omni.managers import KINDS, ManagerCache
-from tests.rules.builder import Stage
+from tests.omni.managers import KINDS, ManagerCache  # noqa: E402  the environment comes first
+from tests.rules.builder import Stage  # noqa: E402
 
 MakeStage = Callable[..., Stage]
 

@@ -26,12 +26,15 @@ from vllm_omni.core.prefix_cache import (
 
 from stagecache.shim.omni import SidecarPrefixCacheManager
 from stagecache.shim.omni.adapter import SidecarSchedulerAdapter
-from tests.model.real import POISON, SchedulerOutputs, _nested, from_torch, to_torch
 from tests.model.steps import HIDDEN, Merged, Outputs, Refused, Rules, Step, Tensor
-from tests.omni.batch import InputBatch, SlotView
+from tests.omni.batch import InputBatch, SchedulerOutputs, SlotView
+from tests.omni.values import converted, from_torch, to_torch
 
 ADAPTER_API = "write_layout" in inspect.signature(OmniPrefixCacheManager.save_outputs).parameters
 """Whether this is a release with scheduler adapter and write layouts (0.32.0rc1)."""
+
+POISON = 0xA5
+"""Fills live buffers after the save: no result may show it."""
 
 KINDS = ("peer", "sidecar", "slots", "adapter")
 
@@ -91,7 +94,7 @@ class ManagerCache:
             return live[-1]
 
         hidden = None if outputs.hidden is None else buffer(outputs.hidden)
-        mm = {key: _nested(value, buffer) for key, value in outputs.mm.items()}
+        mm = {key: converted(value, buffer) for key, value in outputs.mm.items()}
         extra = {}
         with _refusals():
             if self.adapter is not None:
@@ -112,7 +115,7 @@ class ManagerCache:
         out: Merged = {}
         for key, values in {HIDDEN: given.hidden_states or {}, **given.mm_outputs}.items():
             for req_id, value in values.items():
-                out.setdefault(key, {})[req_id] = _nested(value, self._hold)
+                out.setdefault(key, {})[req_id] = converted(value, self._hold)
         return out
 
     def discard_step(self, step_id: int) -> None:

@@ -23,7 +23,7 @@ from stagecache.policy import HIDDEN_KEY
 from stagecache.shim.omni import SidecarPrefixCacheManager, attach, patch
 from tests.daemon_process import DaemonProcess
 from tests.model.steps import Scheduled, Step
-from tests.omni.batch import InputBatch
+from tests.omni.batch import InputBatch, SchedulerOutputs
 from tests.omni.beyond import beyond
 from tests.omni.managers import ADAPTER_API
 
@@ -116,8 +116,6 @@ def running() -> Iterator[list[Runner]]:
 def first_step(runner: Runner) -> int | None:
     """A step of request a with 3 tokens, through the mixin; its id."""
     step = Step((Scheduled("a", (0,), 0, 3, "new"),))
-    from tests.model.real import SchedulerOutputs
-
     runner._prefix_cache_step_begin(SchedulerOutputs().of(step))
     runner.input_batch.show(step)
     return runner._prefix_cache_save_step(
@@ -294,7 +292,7 @@ def test_a_required_daemon_that_is_not_there_stops_the_engine(no_daemon: str, mo
     monkeypatch.setenv("STAGECACHE_REQUIRED", "1")
     runner = Runner()
     runner.lay_out()
-    with pytest.raises(DaemonUnavailableError, match="nobody.sock") as error:
+    with pytest.raises(DaemonUnavailableError, match=r"nobody\.sock") as error:
         attach.prepare(runner)
     assert isinstance(error.value, OmniPrefixCacheUnmatchError)
 

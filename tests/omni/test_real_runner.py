@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,14 +40,14 @@ def run_rounds(engine: StageEngine) -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def uncached(checkpoint: Path) -> Iterator[dict[str, dict[str, dict[str, torch.Tensor]]]]:
+def uncached(checkpoint: Path) -> dict[str, dict[str, dict[str, torch.Tensor]]]:
     """Rows by stage, prompt and key with prefix caching off."""
     rows = {}
     for stage in KEYS:
         with stage_engine(checkpoint, stage, enable_prefix_caching=False) as engine:
             rows[stage] = run_rounds(engine)
             assert not any(engine.cached_tokens.values())
-    yield rows
+    return rows
 
 
 def assert_same_rows(got: dict[str, dict[str, torch.Tensor]], want: dict[str, dict[str, torch.Tensor]]) -> None:

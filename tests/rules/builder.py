@@ -90,11 +90,12 @@ class Stage:
         self._next_row = 0
         self.begun = Step()
 
-    def begin(self, *terms: str, finished: str = "", preempted: str = "") -> Step:
+    def begin(self, *terms: str, finished: str = "", preempted: str = "", new_epoch: bool = False) -> Step:
         """new_step_starts. ``finished`` and ``preempted`` are ids with blanks between."""
         for req_id in finished.split():
             self._tables.pop(req_id, None)
-        step = Step(tuple(self._parse(term) for term in terms), tuple(finished.split()), tuple(preempted.split()))
+        batch = tuple(self._parse(term) for term in terms)
+        step = Step(batch, tuple(finished.split()), tuple(preempted.split()), new_epoch)
         self.begun = step
         self.cache.new_step_starts(step)
         return step

@@ -172,6 +172,15 @@ def test_nothing_saved_before_a_reset_is_readable_after(stage: Stage) -> None:
     assert (out["d"], out.numbers("d")) == ("c0 c1 c2 c3 d4", "3 3 3 3 4")
 
 
+def test_an_epoch_that_travels_with_the_scheduler_output_counts_from_its_step_on(stage: Stage) -> None:
+    """R5"""
+    stage.step("a:[0]@0+4")
+    stage.begin("b:[0,1]@4+1", new_epoch=True)
+    assert kinds(refusal(stage.save().materialize)) == {"UnreadableHitError"}
+    stage.step("c:[0]@0+4", finished="a b")
+    assert stage.step("d:[0,1]@4+1")["d"] == "c0 c1 c2 c3 d4"
+
+
 def test_steps_saved_before_a_reset_are_handed_out_as_they_were(stage: Stage) -> None:
     """R5, S3: with their hits."""
     stage.step("a:[0]@0+4")

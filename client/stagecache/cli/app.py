@@ -150,6 +150,24 @@ def status(
 
 @app.command(
     epilog=_examples(
+        "stagecache top --socket /run/stagecache/stagecached.sock",
+        "stagecache top --once",
+    )
+)
+def top(
+    socket: SocketOption,
+    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one look and end.")] = False,
+    timeout: TimeoutOption = 5.0,
+) -> None:
+    """Watch a daemon at work: sessions, hits, memory, errors. Ctrl-C ends it."""
+    from stagecache.cli.top import show_top
+
+    show_top(socket, interval_s=interval, once=once, timeout_s=timeout)
+
+
+@app.command(
+    epilog=_examples(
         "stagecache ping --socket /run/stagecache/stagecached.sock && echo serving",
     )
 )

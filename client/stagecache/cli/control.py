@@ -26,8 +26,8 @@ def show_reset(socket: Path, stage: str, *, force: bool, timeout_s: float) -> No
     with Observer(socket, timeout_s=timeout_s) as daemon:
         answer = daemon.reset(stage, force=force)
     out.print(
-        f"stage {escape(stage)}: {answer.sessions} sessions will forget their rows, "
-        f"{answer.schedulers} schedulers were told"
+        f"stage {escape(stage)}: {answer.sessions} session(s) will forget their rows, "
+        f"{answer.schedulers} scheduler(s) were told"
     )
 
 

@@ -271,8 +271,8 @@ def guard_active(vllm_config: Any) -> bool:
     For the gates of a worker, which decide before the engine has made its scheduler, perhaps in another process: both
     load the same plugin by the same environment, and it guards each scheduler that derives from vLLM's.
     """
-    scheduler_class = vllm_config.scheduler_config.get_scheduler_cls()
-    return any(vars(cls).get(_PATCHED, False) for cls in scheduler_class.__mro__)
+    get_class = getattr(vllm_config.scheduler_config, "get_scheduler_cls", None)
+    return get_class is not None and any(vars(cls).get(_PATCHED, False) for cls in get_class().__mro__)
 
 
 def stage_name(vllm_config: Any) -> str:

@@ -31,7 +31,7 @@ from stagecached.sessions import SessionManager
 TICK_S: Final = 1.0
 
 _ENDS: Final = (("its worker detached", "detached"), ("the worker is dead", "worker_dead"))
-"""How the manager's reasons begin; any other end is a stop."""
+"""How the manager's reasons begin; a stop is the only other, and nobody sees figures after it."""
 _REFUSED_QUIETLY: Final = frozenset({"DEADLINE", "UNKNOWN_SESSION", "SHUTTING_DOWN"})
 """Refusals that a healthy worker meets: counted, but nobody has to do something."""
 
@@ -106,13 +106,14 @@ class Monitor:
         stage = session.manifest.stage
         replica = self._replicas.name(session.session_id, stage)
         if event == "ended":
-            event = next((name for start, name in _ENDS if why.startswith(start)), "stopped")
+            event = next((name for start, name in _ENDS if why.startswith(start)), event)
             self.totals.keep(fold_session(session, replica, time.monotonic_ns()))
             self._replicas.drop(session.session_id)
         elif event == "failed":
             cure = "Restart the worker, and report it with this daemon's log."
             self.journal.add("session failed", why, cure, where=f"{stage} #{replica}")
-        self._events[event] += 1
+        if event in self._events:
+            self._events[event] += 1
 
     def _refused(self, method: str, error: pb.Error) -> None:
         reason = pb.Reason.Name(error.reason).removeprefix("REASON_")

@@ -24,6 +24,7 @@ class Observatory:
 
     def __init__(self, manager: SessionManager, socket: Path) -> None:
         self._journal = Journal()
+        logs.listen(self._journal.log_processor)
         self.monitor = Monitor(manager, self._journal)
         self._site = Site(self.monitor, manager, str(socket))
         self._http = HttpServer(self._site)
@@ -39,7 +40,6 @@ class Observatory:
         Raises:
             StartError: the address or port cannot be had.
         """
-        logs.listen(self._journal.log_processor)
         await self._http.start_unix(unix)
         self._unix = unix
         access.open_file(unix)

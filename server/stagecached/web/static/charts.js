@@ -61,6 +61,7 @@ function connected(values) {
   return runs;
 }
 
+const when = (ago) => (ago >= 60 ? `${Math.floor(ago / 60)} min ${ago % 60} s ago` : ago ? `${ago} s ago` : "now");
 const SPANS = [120, 300, 900];
 const TICKS = { 120: 30, 300: 60, 900: 180 };
 
@@ -169,7 +170,7 @@ export class TimeChart {
     this.hover = best;
     const ago = -this.t[best];
     const lines = this.layers.map((layer) => `${layer.label}: ${this.format(layer.values[best])}`);
-    this.tip.show(event, `${ago ? `${Math.floor(ago / 60)} min ${ago % 60} s ago` : "now"}\n${lines.join("\n")}`);
+    this.tip.show(event, `${when(ago)}\n${lines.join("\n")}`);
     this.draw();
   }
 }

@@ -1,0 +1,375 @@
+"""Every figure moves: a daemon and its workers are driven down every path, and each exported series must have changed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from stagecache import errors
+from stagecache.rpc import Rpc, handshake
+from stagecache_wire.records import KeyMode, Kind, Record, key_words
+from stagecache_wire.v1 import stagecache_pb2 as pb
+from stagecached.metrics.catalog import INDEX_METRICS, METRICS
+from tests.daemon_process import DaemonProcess, poll_until
+from tests.integration.helpers import worker
+from tests.integration.metrics_kit import get, metrics_daemon, url_of
+from tests.integration.worker_process import WorkerProcess, attach_request, key
+from tests.model.real import RealCache
+from tests.model.steps import Refused
+from tests.rules.builder import HIDDEN_SCHEMA, NUMBER_SCHEMA, WIDE, Stage, numbers
+
+Series = tuple[str, tuple[tuple[str, str], ...]]
+
+CONSTANT = {
+    "stagecache_build_info", "stagecache_start_time_seconds", "stagecache_budget_bytes", "stagecache_shm_size_bytes",
+    "stagecache_session_info", "stagecache_slots", "stagecache_staging_pages", "stagecache_arena_bytes",
+    "stagecache_key_pool_bytes", "stagecache_key_staging_bytes", "stagecache_key_row_bytes", "stagecache_key_locked",
+    "stagecache_memory_bytes",
+}  # fmt: skip
+"""Series that say how something is made; that they are there and not zero is all that they can show."""
+
+ELSEWHERE = {
+    ("stagecache_rpc_refused_total", "internal"): "needs a defect; tests/unit/server/test_metrics_parts.py",
+    ("stagecache_rpc_refused_total", "shutting_down"): "nobody scrapes a daemon that stops; the same file",
+    ("stagecache_gc_pause_seconds", "2"): "a full collection comes after hours; the same file",
+}
+"""Series that no driver from outside can move: (name, value of a label) and where it is shown instead."""
+
+
+NAMED = ("stage", "replica", "key", "model", "session")
+"""Labels that workers bring: a series moved when it did for one of them."""
+
+
+class Scrapes:
+    """Least and greatest value of every series over all scrapes."""
+
+    def __init__(self, daemon: DaemonProcess) -> None:
+        self.daemon = daemon
+        self.low: dict[Series, float] = {}
+        self.high: dict[Series, float] = {}
+        self.now: dict[Series, float] = {}
+
+    def take(self) -> dict[Series, float]:
+        self.now = {}
+        for family in text_string_to_metric_families(get(url_of(self.daemon) + "metrics")):
+            for sample in family.samples:
+                series = (sample.name, tuple(sorted(sample.labels.items())))
+                assert series not in self.now, f"twice: {series}"
+                self.now[series] = sample.value
+                self.low[series] = min(sample.value, self.low.get(series, sample.value))
+                self.high[series] = max(sample.value, self.high.get(series, sample.value))
+        return self.now
+
+    def value(self, name: str, **labels: str) -> float:
+        """Sum of the newest values of all series of that name with these labels."""
+        wanted = set(labels.items())
+        return sum(value for (found, pairs), value in self.now.items() if found == name and wanted <= set(pairs))
+
+    def still(self) -> list[str]:
+        """Series that never moved in any stage."""
+        moved: dict[str, bool] = {}
+        for series, low in self.low.items():
+            name, pairs = series
+            if not name.startswith("stagecache_") or name.endswith("_bucket") or name == "stagecache_key_locked":
+                continue  # the limit of the machine decides what is locked
+            if any(name.startswith(metric) and value in dict(pairs).values() for metric, value in ELSEWHERE):
+                continue
+            labels = {label: value for label, value in pairs if label not in NAMED}
+            title = f"{name}{labels}"
+            moved[title] = moved.get(title, False) or self.high[series] > (0 if name in CONSTANT else low)
+        return sorted(title for title, did in moved.items() if not did)
+
+
+def stage_of(daemon: DaemonProcess, settings: dict[str, Any] | None = None, **rules: Any) -> Stage:
+    rules.setdefault("schemas", {"__hidden_states__": HIDDEN_SCHEMA, "k": NUMBER_SCHEMA})
+    return Stage(lambda made: RealCache(made, str(daemon.socket), **{"stage": "s", **(settings or {})}), **rules)
+
+
+@contextmanager
+def stopped(daemon: DaemonProcess, seconds: float) -> Iterator[None]:
+    """The daemon stands still for so long, while something waits for it."""
+    os.kill(daemon.pid, signal.SIGSTOP)
+    timer = threading.Timer(seconds, os.kill, (daemon.pid, signal.SIGCONT))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+def refused(call: Any) -> None:
+    with pytest.raises((Refused, errors.StageCacheError)):
+        call()
+
+
+# ---------------------------------------------------------------- the paths
+
+
+def rows_paths(scrapes: Scrapes) -> None:
+    """Hits, leftovers, late merges, held tensors, spills, discards, resets, a key that is given up."""
+    stage = stage_of(scrapes.daemon, {"arena_bytes": 1 << 16, "num_blocks": 64, "max_results": 16})
+    cache: Any = stage.cache
+    scrapes.take()
+    stage.step("a:[0,1]@0+8", k=1, ref=numbers([1, 2, 3]))
+    late = stage.saved("b:[0,2]@4+2", k=2)
+    scrapes.take()
+    stage.step("c:[0,1,3]@8+1", k=3)
+    late.materialize()
+    stage.saved("d:[4]@0+1").discard()
+    stage.step("d@1+1")  # without k: absent
+    big = ",".join(map(str, range(8, 24)))
+    held = [stage.step(f"e{n}:[{big}]@0+64" if n == 0 else f"e{n}:[{big},{24 + n}]@64+1", k=4) for n in range(30)]
+    many = [f"g{n}:[{big},{30 + n}]@64+1" for n in range(24)]
+    stage.step(*many, k=5)  # 24 hits of two keys, 15 results: the rest spills
+    scrapes.take()
+    cache.held.clear()
+    del held
+    stage.step("p:[60]@0+1", "q:[61]@0+1", k=1, guess=numbers([1, 2]))  # one row a request: provisional
+    stage.step("p@1+2", "q@1+2", k=1, guess=numbers([1, 2]))  # it was no per-token key
+    cache.reset()
+    stage.step("z:[62]@0+1", k=1)
+    scrapes.take()
+    assert scrapes.value("stagecache_spilled_merges_total") > 0
+    assert scrapes.value("stagecache_copied_merges_total") > 0
+    cache.close()
+
+
+def deferred_paths(scrapes: Scrapes) -> None:
+    """Clones, flushes, a flush that fails, pages of a deferred key that are all in use."""
+    stage = stage_of(scrapes.daemon, {"stage": "deferred", "num_blocks": 64}, deferred=frozenset({"k"}), depth=2)
+    cache: Any = stage.cache
+    scrapes.take()
+    for req in "abcdef":
+        stage.step(f"{req}:[{ord(req) - 97}]@0+4", k=1)
+    scrapes.take()  # deferred bytes, pending slots
+    saver = cache.cache._saver
+    with stopped(scrapes.daemon, 0.3):
+        for req in "abc":
+            with suppress(Refused):
+                stage.begin(finished=req)
+                saver.epochs.unlogged = False
+    stage.step("g:[8]@0+4", k=1)
+    device, stage_rows = saver.deferred._device, saver.deferred._device.stage
+    device.stage = lambda page, rows: (_ for _ in ()).throw(OSError("no copy"))
+    with suppress(Refused):
+        stage.begin(finished="g")
+    device.stage = stage_rows
+    with suppress(Refused):
+        stage.step("h:[9]@0+1", k=1)
+    scrapes.take()
+    cache.close()
+
+
+def trouble_paths(scrapes: Scrapes) -> None:
+    """Every reason for which a save gives no id, a materialize raises, or rows are not kept."""
+    settings = {"staging_claim_timeout_s": 0.05, "merge_timeout_s": 0.15, "num_blocks": 64, "stage": "trouble"}
+    stage = stage_of(scrapes.daemon, settings, depth=2)
+    cache: Any = stage.cache
+    scrapes.take()
+    refused(lambda: stage.step("a:[0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17]@0+70", k=1))  # too large
+    stage.begin("b:[0]@0+4")
+    cache.view.show(type(stage.begun)())  # an empty batch: slots do not cover the rows
+    refused(lambda: stage.save(k=1))
+    stage.begin("c:[1]@0+4")
+    stage.begin("c@0+4")  # the step before was never saved
+    stage.save(k=1).discard()
+    open_steps = [stage.saved("d:[2]@0+1", k=1), stage.saved("d@1+1", k=1)]
+    scrapes.take()  # unconsumed steps
+    refused(lambda: stage.saved("d@2+1", k=1))  # staging timeout
+    for step in open_steps:
+        step.discard()
+    session = cache.cache.session
+    append = session.append
+    for error in (errors.DaemonLostError("x"), errors.SessionFailedError("x"), ValueError("x")):
+
+        def fail(record: Record, error: Exception = error) -> int:
+            raise error
+
+        stage.begin("e:[3]@0+1")
+        session.append = fail
+        with pytest.raises((Refused, ValueError)):
+            stage.save(k=1)
+        session.append = append
+    refused(lambda: stage.step("f:[40,41]@4+1", k=1))  # unreadable: block 40 was never written
+    saved = stage.saved("g:[5]@0+2", hidden=WIDE, k=1)
+    refused(saved.materialize)  # schema mismatch
+    stage.step("h:[6]@0+4", k=1)
+    for error in (errors.DaemonLostError("x"), errors.SessionFailedError("x"), ValueError("x")):
+        saved = stage.saved(f"i{type(error).__name__}:[6,7]@4+1", k=1)
+        read = cache.cache._hits.read
+
+        def lost(*_: Any, error: Exception = error) -> Any:
+            raise error
+
+        cache.cache._hits.read = lost
+        with pytest.raises((Refused, ValueError)):
+            saved.materialize()
+        cache.cache._hits.read = read
+    with stopped(scrapes.daemon, 0.6):
+        refused(lambda: stage.step("j:[6,8]@4+1", k=1))  # deadline
+    stage.step("l:[9]@0+1", k=1, wide=Stage._numbers("1", 1))
+    scrapes.take()
+    cache.close()
+
+
+def waiting_paths(scrapes: Scrapes) -> None:
+    """Room in the log, a hit's rows, a page; the depth of the log while it is worked off; a key without room."""
+    stage = stage_of(scrapes.daemon, {"num_blocks": 64, "stage": "waits"})
+    cache: Any = stage.cache
+    scrapes.take()
+    stage.step("a:[0]@0+4", k=1)
+    with stopped(scrapes.daemon, 0.5):
+        stage.step("b:[0,1]@4+1", k=1)
+    saved = stage.saved("c:[2]@0+1", k=1)
+    threading.Timer(0.2, saved.discard).start()
+    for number in range(5):
+        stage.saved(f"c@{number + 1}+1" if number < 3 else f"d{number}:[{number}]@0+1", k=1).discard()
+    session = cache.cache.session
+    reset = lambda: Record(0, Kind.RESET, rows=session.epoch)  # noqa: E731
+    with stopped(scrapes.daemon, 0.5):
+        for _ in range(1030):
+            session.append(reset())
+    for _ in range(40):
+        for _ in range(900):
+            session.append(reset())
+        scrapes.take()
+        if scrapes.value("stagecache_log_depth", stage="waits") and scrapes.value(
+            "stagecache_log_oldest_seconds", stage="waits"
+        ):
+            break
+    huge = numbers([1])._replace(dtype="float32", row_shape=(1 << 20,), rows=(b"\0" * (4 << 20),) * 2)
+    stage.step("e:[7]@0+2", huge=huge, k=1)  # 1 GiB of pool in a budget of 512 MiB
+    scrapes.take()
+    cache.close()
+
+
+def broken_session(scrapes: Scrapes) -> None:
+    """A bad record ends the session: failed, and calls of it are refused."""
+    stage = stage_of(scrapes.daemon, {"stage": "broken"})
+    cache: Any = stage.cache
+    stage.step("a:[0]@0+1", k=1)
+    scrapes.take()
+    cache.cache.session.append(
+        Record(0, Kind.SAVE, page=0, rows=1, keys=key_words((99, KeyMode.ROWS)), runs=numpy_runs())
+    )
+    poll_until(cache.cache.session.has_ended, "the session to fail")
+    refused(lambda: cache.cache.session.rpc.merge(pb.MergeRequest(sequence=1), 5.0))
+    poll_until(lambda: (scrapes.take(), scrapes.value("stagecache_sessions", state="failed"))[1], "the failed session")
+    scrapes.take()
+    cache.close()
+
+
+def numpy_runs() -> Any:
+    import numpy as np
+
+    return np.array([[0, 1]], np.uint32)
+
+
+def refused_calls(scrapes: Scrapes) -> None:
+    """Every reason of a refusal that can be met from outside, and one call of each method."""
+    socket = scrapes.daemon.socket
+    with Rpc(handshake(socket, "scheduler")) as scheduler:
+        watch = scheduler.watch("r")
+        next(iter(watch))
+        scrapes.take()
+        with worker(socket) as rpc:
+            wrong_abi = attach_request("r", 16)
+            wrong_abi.abi += 1
+            refused(lambda: rpc.attach(wrong_abi, 5.0))
+            refused(lambda: rpc.lookup(pb.LookupRequest(), 5.0))  # unknown session
+            refused(lambda: rpc.attach(attach_request("r", 0), 5.0))
+            refused(lambda: rpc.attach(attach_request("r", 1 << 20, key(width=1 << 10)), 5.0))  # budget
+            rpc.attach(attach_request("r", 16, key()), 20.0)
+            refused(lambda: rpc.open_key(pb.OpenKeyRequest(key=key(width=17)), 5.0))
+            refused(lambda: rpc.lookup(pb.LookupRequest(block_ids=[0], span_tokens=[4], key_ids=[9]), 5.0))
+            refused(lambda: rpc.merge(pb.MergeRequest(sequence=10**9), 5.0))
+            refused(lambda: rpc.reset(pb.ResetRequest(stage="r"), 5.0))  # a worker may not
+            rpc.lookup(pb.LookupRequest(block_ids=[0], span_tokens=[4]), 5.0)
+            with Rpc(handshake(socket, "observer")) as observer:
+                observer.stats(5.0)
+                observer.reset(pb.ResetRequest(stage="r", cause="test"), 5.0)
+                refused(lambda: observer.reset(pb.ResetRequest(stage="nobody's"), 5.0))
+                watch.cancel()
+                poll_until(
+                    lambda: (scrapes.take(), not scrapes.value("stagecache_schedulers"))[1], "the scheduler to be gone"
+                )
+                refused(lambda: observer.reset(pb.ResetRequest(stage="r"), 5.0))
+            import grpc
+
+            channel = rpc._channel
+            with pytest.raises(grpc.RpcError):
+                channel.unary_unary("/stagecache.v1.StageCache/Attach")(
+                    b"\xff\xff", timeout=5.0, metadata=rpc.credentials.metadata
+                )
+    unlocked = Rpc(handshake(socket, "worker"))
+    refused(lambda: unlocked.attach(attach_request("r", 16), 5.0))  # worker lock free
+    unlocked.close()
+    slow = stage_of(scrapes.daemon, {"stage": "slow"}, capacity=4096)
+    session = slow.cache.cache.session  # type: ignore[attr-defined]
+    for _ in range(900):
+        session.append(Record(0, Kind.RESET, rows=0))
+    with suppress(errors.StageCacheError):
+        for _ in range(20):
+            session.rpc.merge(pb.MergeRequest(sequence=session.log.head), 0.015)
+    session.rpc.merge(pb.MergeRequest(sequence=1), 5.0)
+    crowd = [stage_of(scrapes.daemon, {"stage": "crowd"}) for _ in range(3)]
+    refused(lambda: stage_of(scrapes.daemon, {"stage": "crowd"}))  # --max-sessions
+    scrapes.take()
+    for one in (slow, *crowd):
+        one.cache.close()  # type: ignore[attr-defined]
+    with WorkerProcess(socket, "dies") as dies:
+        scrapes.take()
+        dies.kill()
+    poll_until(lambda: (scrapes.take(), scrapes.value("stagecache_session_events_total", event="worker_dead"))[1], "it")
+
+
+def outage(scrapes: Scrapes) -> None:
+    """The daemon is killed under a worker, gone, and back."""
+    daemon = scrapes.daemon
+    stage = stage_of(daemon, {"stage": "outage", "daemon_grace_s": 0.2})
+    cache: Any = stage.cache
+    stage.step("a:[0]@0+4", k=1)
+    cache.cache.session.watcher.reconnects = 0
+    scrapes.take()
+    daemon.kill()
+    kept = [stage.saved(f"a@{4 + n}+1", k=1) for n in range(4)]
+    for step in kept:
+        step.discard()
+    stage.step("c:[1]@0+1", k=1)  # waits for a page, once; then the step is local
+    stage.step("c@1+1", k=1)
+    (daemon.paths.directory / "keys.json").write_text("{")  # a warning in the next log
+    daemon.start()
+    scrapes.take()  # the worker still takes it for gone
+    poll_until(lambda: cache.cache.session.watcher.reconnects, "the watch stream to come back", 20.0)
+    stage.step("d:[2]@0+1", k=1)
+    scrapes.take()
+    cache.close()
+
+
+# ---------------------------------------------------------------- the promise
+
+
+@pytest.mark.slow
+def test_every_exported_series_moves(tmp_path: Path) -> None:
+    with metrics_daemon(tmp_path, "--memory-budget", "512MiB", "--max-sessions", "4") as daemon:
+        scrapes = Scrapes(daemon)
+        first = scrapes.take()
+        plain = {name for name, metric in METRICS.items() if "stage" not in metric.labels} - INDEX_METRICS
+        assert plain <= {name.removesuffix("_count") for name, _ in first}, "every series is there at the start"
+        for path in (
+            rows_paths, deferred_paths, trouble_paths, waiting_paths, broken_session, refused_calls, outage,
+        ):  # fmt: skip
+            path(scrapes)
+        still = "\n".join(scrapes.still())
+        assert not still, still
+        known = {series for metric in METRICS.values() for series in metric.series}
+        mine = {name for name, _ in scrapes.low if name.startswith("stagecache_")}
+        assert mine <= known, "nothing is exported that the catalog does not name"
