@@ -238,8 +238,10 @@ class StageCache:
             )
         except BaseException as error:
             self.counters.refused_saves += 1
-            self._lose(plan)
-            self._export.refused(error, len(self._steps))
+            try:
+                self._lose(plan)
+            finally:
+                self._export.refused(error, len(self._steps))
             raise
         with self._lock:
             self._next_step_id += 1

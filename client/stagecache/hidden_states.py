@@ -125,8 +125,11 @@ def extract(
         on_prompt: called when a prompt is done, written or failed.
         on_step_done: called between engine steps; what it raises ends the run.
     """
+    import vllm.exceptions
     from vllm import SamplingParams
 
+    # vLLM's own class for what a client did wrong is no ValueError in every release.
+    refusals = (ValueError, getattr(vllm.exceptions, "VLLMClientError", ValueError))
     result = Extraction()
     sink = _CountingSink(out, result, on_prompt)
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True)
@@ -137,7 +140,7 @@ def extract(
             for prompt in prompts:
                 try:
                     engine.add_request(prompt.req_id, {"prompt_token_ids": list(prompt.tokens)}, params)
-                except ValueError as error:  # longer than the model's context, or an id outside its vocabulary
+                except refusals as error:  # longer than the model's context, or an id outside its vocabulary
                     result.failed[prompt.req_id] = str(error)
                     on_prompt()
             while engine.has_unfinished_requests():

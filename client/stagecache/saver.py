@@ -111,6 +111,7 @@ class StepSaver:
         if split.demoted or split.replaced:
             self._forget_keys(plan, split)
         local = {name: self._device.to_host(rows) for name, rows in (*split.unopened, *split.unkept)}
+        self.counters.unopened += len(local)
         local.update({key.schema.name: self._device.to_host(rows) for key, rows in split.deferred})
         leftover = {name: snapshot(value, self._device) for name, value in split.leftover.items()}
         write = Write(f"step {step_id}")
@@ -156,7 +157,6 @@ class StepSaver:
         keyed += [(key.key_id, KeyMode.CLAIM) for key, _ in split.deferred]
         keyed += [(key.key_id, KeyMode.FAILED) for key, _ in split.failed if key is not None]
         if split.unopened:
-            self.counters.unopened += len(split.unopened)
             # Rows that no key took: were the slots only claimed by the others, a later hit would read zeros here.
             self.epochs.lose(batch.runs)
         else:

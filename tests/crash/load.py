@@ -85,7 +85,7 @@ class Load:
             keys=[KeySchema(name, kind.dtype, kind.shape) for name, kind in KINDS.items()],
             staging_claim_timeout_s=wait_s,
             merge_timeout_s=wait_s,
-            daemon_grace_s=60.0,
+            daemon_grace_s=attach.pop("daemon_grace_s", 60.0),
             gpu_staging_bytes=attach.pop("gpu_staging_bytes", 512),
             **attach,
         )

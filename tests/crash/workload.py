@@ -82,15 +82,18 @@ class Workload:
         block_size: int = 4,
         capacity: int = 24,
         churn: float = 0.25,
+        resets: float = 0.06,
         passing_keys: bool = True,
         salt: int = 0,
     ) -> None:
-        """churn: how many of the running requests end in a step. salt: another gives the same steps other rows."""
+        """churn: how many of the running requests end in a step. resets: how often a new epoch begins. salt: another
+        gives the same steps other rows."""
         self.rng = Random(seed)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.capacity = capacity
         self.churn = churn
+        self.reset_rate = resets
         self.passing_keys = passing_keys
         self.oracle = Oracle()
         self.live: dict[str, Live] = {}
@@ -108,7 +111,7 @@ class Workload:
         """The next step; its effect on the oracle comes with ``saved`` or ``was_lost``."""
         rng = self.rng
         plan = SchedulerStep()
-        step = Step(plan, [], reset_before=rng.random() < 0.06, save=rng.random() > 0.07)
+        step = Step(plan, [], reset_before=rng.random() < self.reset_rate, save=rng.random() > 0.07)
         if step.reset_before:
             self.resets += 1
             self.oracle.reset()

@@ -20,6 +20,7 @@ from scenarios import SHARED, generate, make_engine, recorded, stop, tokens
 from stagecache.control import connect_observer
 from stagecache.demo.checkpoint import ModelShape, write_checkpoint
 from stagecache.local_daemon import LocalDaemon
+from stagecache.local_engine import environment
 from stagecache.shim.assemble import PromptAssembler
 from stagecache.shim.scheduler import shim_of
 from stagecache.shim.vllm import external_id, on_step
@@ -231,8 +232,7 @@ def outage(checkpoint: Path, out: Path) -> dict[str, Any]:
     """The daemon is away for longer than its grace while steps go on, then comes back."""
     folder = out / "o"
     folder.mkdir()
-    with LocalDaemon(folder) as daemon:
-        os.environ["STAGECACHE_SOCKET"] = str(daemon.socket)
+    with LocalDaemon(folder) as daemon, environment({"STAGECACHE_SOCKET": str(daemon.socket)}):
         llm = make_engine(checkpoint)
         prompts = Prompts(llm)
         prompts.send("before")

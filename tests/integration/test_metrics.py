@@ -222,7 +222,7 @@ def trouble_paths(scrapes: Scrapes) -> None:
 
 def waiting_paths(scrapes: Scrapes) -> None:
     """Room in the log, a hit's rows, a page; the depth of the log while it is worked off; a key without room."""
-    stage = stage_of(scrapes.daemon, {"num_blocks": 64, "stage": "waits"})
+    stage = stage_of(scrapes.daemon, {"num_blocks": 1 << 14, "stage": "waits"})
     cache: Any = stage.cache
     scrapes.take()
     stage.step("a:[0]@0+4", k=1)
@@ -246,7 +246,7 @@ def waiting_paths(scrapes: Scrapes) -> None:
         ):
             break
     huge = numbers([1])._replace(dtype="float32", row_shape=(1 << 20,), rows=(b"\0" * (4 << 20),) * 2)
-    stage.step("e:[7]@0+2", huge=huge, k=1)  # 1 GiB of pool in a budget of 512 MiB
+    stage.step("e:[7]@0+2", huge=huge, k=1)  # 256 GiB of pool
     scrapes.take()
     cache.close()
 
@@ -286,15 +286,16 @@ def refused_calls(scrapes: Scrapes) -> None:
             refused(lambda: rpc.attach(wrong_abi, 5.0))
             refused(lambda: rpc.lookup(pb.LookupRequest(), 5.0))  # unknown session
             refused(lambda: rpc.attach(attach_request("r", 0), 5.0))
-            refused(lambda: rpc.attach(attach_request("r", 1 << 20, key(width=1 << 10)), 5.0))  # budget
-            rpc.attach(attach_request("r", 16, key()), 20.0)
+            refused(lambda: rpc.attach(attach_request("r", 1 << 20, key(width=1 << 18)), 5.0))  # 4 TiB: budget
+            refused(lambda: rpc.attach(attach_request("r", 1 << 20, key(width=1 << 14)), 5.0))  # 256 GiB: /dev/shm
+            rpc.attach(attach_request("r", 16, key(width=1 << 14)), 20.0)
             refused(lambda: rpc.open_key(pb.OpenKeyRequest(key=key(width=17)), 5.0))
             refused(lambda: rpc.lookup(pb.LookupRequest(block_ids=[0], span_tokens=[4], key_ids=[9]), 5.0))
             refused(lambda: rpc.merge(pb.MergeRequest(sequence=10**9), 5.0))
-            refused(lambda: rpc.reset(pb.ResetRequest(stage="r"), 5.0))  # a worker may not
             rpc.lookup(pb.LookupRequest(block_ids=[0], span_tokens=[4]), 5.0)
             with Rpc(handshake(socket, "observer")) as observer:
                 observer.stats(5.0)
+                refused(lambda: observer.attach(attach_request("r", 16), 5.0))  # an observer may not
                 observer.reset(pb.ResetRequest(stage="r", cause="test"), 5.0)
                 refused(lambda: observer.reset(pb.ResetRequest(stage="nobody's"), 5.0))
                 watch.cancel()
@@ -309,6 +310,10 @@ def refused_calls(scrapes: Scrapes) -> None:
                 channel.unary_unary("/stagecache.v1.StageCache/Attach")(
                     b"\xff\xff", timeout=5.0, metadata=rpc.credentials.metadata
                 )
+    large = attach_request("r", 1 << 20)
+    large.open_remembered_keys = True
+    with worker(socket) as rpc:
+        rpc.attach(large, 20.0)  # without its remembered key, which does not fit: a warning in the log
     unlocked = Rpc(handshake(socket, "worker"))
     refused(lambda: unlocked.attach(attach_request("r", 16), 5.0))  # worker lock free
     unlocked.close()
@@ -345,7 +350,6 @@ def outage(scrapes: Scrapes) -> None:
         step.discard()
     stage.step("c:[1]@0+1", k=1)  # waits for a page, once; then the step is local
     stage.step("c@1+1", k=1)
-    (daemon.paths.directory / "keys.json").write_text("{")  # a warning in the next log
     daemon.start()
     scrapes.take()  # the worker still takes it for gone
     poll_until(lambda: cache.cache.session.watcher.reconnects, "the watch stream to come back", 20.0)
@@ -359,7 +363,7 @@ def outage(scrapes: Scrapes) -> None:
 
 @pytest.mark.slow
 def test_every_exported_series_moves(tmp_path: Path) -> None:
-    with metrics_daemon(tmp_path, "--memory-budget", "512MiB", "--max-sessions", "4") as daemon:
+    with metrics_daemon(tmp_path, "--memory-budget", "1TiB", "--max-sessions", "4") as daemon:
         scrapes = Scrapes(daemon)
         first = scrapes.take()
         plain = {name for name, metric in METRICS.items() if "stage" not in metric.labels} - INDEX_METRICS

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from stagecache_wire import layout
 from stagecache_wire.geometry import KeySchema
 from tests.crash.by_hand import begin, hidden_of, read, save
 from tests.crash.load import Load
-from tests.crash.workload import Part
+from tests.crash.workload import Part, Workload
 from tests.daemon_process import DaemonProcess, poll_until
 
 GOOD = [20, 21]
@@ -29,10 +30,15 @@ BAD = [22, 23]
 STEPS_BETWEEN = 12
 
 
+def load_of(daemon: DaemonProcess, seed: int, **settings: Any) -> Load:
+    """Without resets, which would take the rows of ``good`` too."""
+    return Load(daemon.socket, seed, workload=Workload(seed, resets=0.0), extra_blocks=8, **settings)
+
+
 @pytest.fixture
 def load(daemon: DaemonProcess) -> Iterator[Load]:
     """A load with a request ``good`` whose 8 rows must stay readable whatever comes."""
-    made = Load(daemon.socket, 41, extra_blocks=8)
+    made = load_of(daemon, 41)
     yield made
     made.close()
 
@@ -82,7 +88,7 @@ def test_wrong_abi_is_refused_at_attach(daemon: DaemonProcess, load: Load, monke
 
 
 def test_session_that_ended_is_unknown_and_a_new_one_works(daemon: DaemonProcess) -> None:
-    load = Load(daemon.socket, 42, extra_blocks=8)
+    load = load_of(daemon, 42)
     for _ in range(STEPS_BETWEEN):
         load.run_step()
     load.cache.session.rpc.detach(10.0)
@@ -96,7 +102,7 @@ def test_session_that_ended_is_unknown_and_a_new_one_works(daemon: DaemonProcess
     with pytest.raises(errors.StageCacheError):
         read(load, step, "hit")
     load.close()
-    again = Load(daemon.socket, 42, extra_blocks=8)
+    again = load_of(daemon, 42)
     with nothing_lost(again):
         pass
     again.close()
@@ -188,7 +194,7 @@ def test_no_daemon_at_the_socket_says_so_and_what_to_start(tmp_path: Path) -> No
 
 def test_a_daemon_that_is_gone_costs_hits_but_no_step(fresh_daemon: DaemonProcess) -> None:
     """Steps without hits go on with their own rows; a hit is an error, never zeros; back again, a new epoch begins."""
-    load = Load(fresh_daemon.socket, 43, extra_blocks=8, daemon_grace_s=0.3)
+    load = load_of(fresh_daemon, 43, daemon_grace_s=0.3)
     save_good = save(load, [Part("good", GOOD, 0, 8)])
     read(load, save_good, "good")
     load.cache.session.wait_consumed(load.cache.session.log.head, 10.0, "the log")
@@ -202,7 +208,7 @@ def test_a_daemon_that_is_gone_costs_hits_but_no_step(fresh_daemon: DaemonProces
     fresh_daemon.start()
     epoch = load.cache.session.epoch
     poll_until(load.cache.session.returned, "the session to be adopted")
-    load.workload.reset()
+    load.workload.oracle.reset()
     step = save(load, [Part("new", GOOD, 0, 8)])
     read(load, step, "new")
     assert load.cache.session.epoch == epoch + 1

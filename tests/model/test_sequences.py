@@ -1,7 +1,7 @@
 """Random sequences of steps on the reference model and on the real client with a real daemon: every result is equal.
 
 ``STAGECACHE_SEQUENCES`` sets how many; tests/model/driver.py says what a sequence is. A failure prints its calls in
-the notation of docs/semantics.md and the shrunk plan; it goes to test_found.py as a named test then.
+the notation of docs/semantics.md and the shrunk plan; its shrunk form belongs into tests/rules/test_found.py.
 """
 
 from __future__ import annotations

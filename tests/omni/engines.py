@@ -14,6 +14,9 @@ import torch
 BLOCK = 32
 STAGES = {"thinker": "tests.omni.ar_worker.ThinkerWorker", "talker": "tests.omni.ar_worker.TalkerWorker"}
 
+Rows = dict[str, dict[str, torch.Tensor]]
+"""By prompt and key: all rows that the prompt's steps handed on, in order."""
+
 
 def tokens(seed: int, count: int) -> list[int]:
     return [10 + (seed * 131 + (seed + 7) * position) % 900 for position in range(count)]
@@ -43,12 +46,18 @@ def environment(values: Mapping[str, str | None]) -> Iterator[None]:
     """Environment variables for a while; None unsets one."""
     before = {name: os.environ.get(name) for name in values}
     try:
-        for name, value in values.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        _set(values)
         yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @contextlib.contextmanager
@@ -56,18 +65,17 @@ def stage_engine(checkpoint: Path, stage: str, socket: object = None, **changes:
     """An engine of one stage; with a socket it is hooked as the plugin hooks it."""
     from vllm import LLM
 
-    import stagecache.shim.plugin as plugin
+    from stagecache.shim import plugin
 
-    variables = {"STAGECACHE_SOCKET": None if socket is None else str(socket), "STAGECACHE_STAGE": None}
-    with environment(variables):
+    with environment({"STAGECACHE_SOCKET": None if socket is None else str(socket), "STAGECACHE_STAGE": None}):
         plugin.register()
         llm = LLM(**engine_arguments(checkpoint, stage, **changes))
-    try:
-        yield StageEngine(llm, stage)
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
+        try:
+            yield StageEngine(llm, stage)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
 
 
 class StageEngine:
@@ -80,6 +88,7 @@ class StageEngine:
         self.stage = stage
         self.runner = RUNNERS[stage]
         self.cached_tokens: dict[str, int] = {}
+        self.generated: dict[str, list[int]] = {}
 
     @property
     def manager(self) -> Any:
@@ -93,24 +102,33 @@ class StageEngine:
             self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
     def step(self) -> bool:
-        """One engine step; whether anything is left to do."""
+        """One engine step, where there is anything to do; whether there is more."""
+        if not self.llm.llm_engine.has_unfinished_requests():
+            return False
         for output in self.llm.llm_engine.step():
             if output.finished:
                 self.cached_tokens[output.request_id] = output.num_cached_tokens
+                self.generated[output.request_id] = list(output.outputs[0].token_ids)
         return bool(self.llm.llm_engine.has_unfinished_requests())
 
-    def run(self, prompts: Mapping[str, list[int]], max_tokens: int = 1) -> dict[str, dict[str, torch.Tensor]]:
-        """Run prompts together; by prompt and key, all rows that its steps handed on, in order."""
-        from tests.omni.ar_worker import STEPS
-
-        STEPS[self.stage].clear()
-        self.add(prompts, max_tokens)
-        while self.step():
-            pass
-        return collected(STEPS[self.stage])
+    def run(self, prompts: Mapping[str, list[int]], max_tokens: int = 1) -> Rows:
+        """Run prompts together."""
+        return run_together([self], prompts, max_tokens)[self.stage]
 
 
-def collected(steps: list[dict[str, dict[str, torch.Tensor]]]) -> dict[str, dict[str, torch.Tensor]]:
+def run_together(engines: list[StageEngine], prompts: Mapping[str, list[int]], max_tokens: int = 1) -> dict[str, Rows]:
+    """Run the same prompts on every engine, a step of each in turn; rows by stage."""
+    from tests.omni.ar_worker import STEPS
+
+    for engine in engines:
+        STEPS[engine.stage].clear()
+        engine.add(prompts, max_tokens)
+    while any([engine.step() for engine in engines]):
+        pass
+    return {engine.stage: collected(STEPS[engine.stage]) for engine in engines}
+
+
+def collected(steps: list[dict[str, dict[str, torch.Tensor]]]) -> Rows:
     """Rows of each request over all steps, by its external id."""
     parts: dict[str, dict[str, list[torch.Tensor]]] = {}
     for step in steps:

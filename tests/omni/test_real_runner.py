@@ -1,16 +1,25 @@
-"""The real GPUARModelRunner on the CPU: in-process cache, sidecar and no prefix caching hand on the same rows."""
+"""The real GPUARModelRunner on the CPU, thinker and talker at once: in-process cache, sidecar and no prefix caching
+hand on the same rows."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from vllm_omni.core.prefix_cache import OmniPrefixCacheManager
 
+from stagecache.control import Observer
 from stagecache.demo.checkpoint import ModelShape, write_checkpoint
+from stagecache.errors import DaemonUnavailableError
+from stagecache.policy import HIDDEN_KEY
 from stagecache.shim.omni import SidecarPrefixCacheManager
 from tests.daemon_process import DaemonProcess
-from tests.omni.engines import BLOCK, StageEngine, stage_engine, tokens
+from tests.omni.engines import BLOCK, Rows, StageEngine, environment, run_together, stage_engine, tokens
 
 SHARED = tokens(1, 150)
 ROUNDS = (
@@ -22,7 +31,10 @@ ROUNDS = (
 )
 """Run one after another, the prompts of a round together. Every prompt computes one token at least."""
 
+HITS = {"shares": 96, "again": 128, "twin_b": 128, "chunked": 128, "exact": 96}
 KEYS = {"thinker": {"hidden", "hidden_states.layer_0"}, "talker": {"codes.audio"}}
+
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -32,56 +44,129 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def run_rounds(engine: StageEngine) -> dict[str, dict[str, torch.Tensor]]:
-    rows = {}
+@contextlib.contextmanager
+def both_stages(checkpoint: Path, socket: object = None, **changes: Any) -> Iterator[list[StageEngine]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(stage_engine(checkpoint, stage, socket, **changes)) for stage in KEYS]
+
+
+def run_rounds(engines: list[StageEngine]) -> dict[str, Rows]:
+    rows: dict[str, Rows] = {engine.stage: {} for engine in engines}
     for prompts in ROUNDS:
-        rows.update(engine.run(prompts))
+        for stage, found in run_together(engines, prompts).items():
+            rows[stage].update(found)
     return rows
 
 
 @pytest.fixture(scope="module")
-def uncached(checkpoint: Path) -> dict[str, dict[str, dict[str, torch.Tensor]]]:
+def uncached(checkpoint: Path) -> dict[str, Rows]:
     """Rows by stage, prompt and key with prefix caching off."""
-    rows = {}
-    for stage in KEYS:
-        with stage_engine(checkpoint, stage, enable_prefix_caching=False) as engine:
-            rows[stage] = run_rounds(engine)
-            assert not any(engine.cached_tokens.values())
+    with both_stages(checkpoint, enable_prefix_caching=False) as engines:
+        rows = run_rounds(engines)
+        assert not any(count for engine in engines for count in engine.cached_tokens.values())
     return rows
 
 
-def assert_same_rows(got: dict[str, dict[str, torch.Tensor]], want: dict[str, dict[str, torch.Tensor]]) -> None:
-    for prompts in ROUNDS:
-        for name, prompt in prompts.items():
-            assert got[name].keys() == want[name].keys()
-            for key, rows in got[name].items():
-                assert rows.shape[0] == len(prompt), (name, key)
-                assert torch.equal(rows, want[name][key]), (name, key)
+def assert_same_rows(got: dict[str, Rows], want: dict[str, Rows]) -> None:
+    for stage, keys in KEYS.items():
+        for prompts in ROUNDS:
+            for name, prompt in prompts.items():
+                assert got[stage][name].keys() == keys
+                for key, rows in got[stage][name].items():
+                    assert rows.shape[0] == len(prompt), (stage, name, key)
+                    assert torch.equal(rows, want[stage][name][key]), (stage, name, key)
 
 
-@pytest.mark.parametrize("stage", KEYS)
-def test_in_process_rows_equal_an_uncached_run(checkpoint: Path, uncached, stage: str) -> None:
+def hits(engine: StageEngine) -> dict[str, int]:
+    return {name: count for name, count in engine.cached_tokens.items() if count}
+
+
+def test_in_process_rows_equal_an_uncached_run(checkpoint: Path, uncached: dict[str, Rows]) -> None:
     """H2: vLLM-Omni's own cache, as the measure of what follows."""
-    with stage_engine(checkpoint, stage) as engine:
-        rows = run_rounds(engine)
-        assert not isinstance(engine.manager, SidecarPrefixCacheManager)
-    assert_same_rows(rows, uncached[stage])
+    with both_stages(checkpoint) as engines:
+        rows = run_rounds(engines)
+        for engine in engines:
+            assert type(engine.manager) is OmniPrefixCacheManager
+            assert hits(engine) == HITS
+    assert_same_rows(rows, uncached)
 
 
-@pytest.mark.parametrize("stage", KEYS)
-def test_sidecar_rows_equal_an_uncached_run(checkpoint: Path, uncached, daemon: DaemonProcess, stage: str) -> None:
-    """H2: bit-equal in fp32 for rows that prefill made, chunked prefill and same-step hits too."""
-    with stage_engine(checkpoint, stage, daemon.socket) as engine:
-        rows = run_rounds(engine)
-        hits = {name: count for name, count in engine.cached_tokens.items() if count}
-        assert hits == {"shares": 96, "again": 128, "twin_b": 128, "chunked": 128, "exact": 96}
-        assert engine.manager.cache.counters.hits == len(hits)
-    assert_same_rows(rows, uncached[stage])
-    assert rows["first"].keys() == KEYS[stage]
+def test_sidecar_rows_equal_an_uncached_run(checkpoint: Path, uncached: dict[str, Rows], daemon: DaemonProcess) -> None:
+    """H2: bit-equal in fp32 for rows that prefill made, in chunks and in same-step hits too; two stages attached at
+    once, with keys and policies of their own."""
+    with both_stages(checkpoint, daemon.socket) as engines:
+        rows = run_rounds(engines)
+        for engine in engines:
+            assert type(engine.manager) is SidecarPrefixCacheManager
+            assert hits(engine) == HITS
+            assert engine.manager.cache.counters.hits == len(HITS)
+        with Observer(daemon.socket) as observer:
+            sessions = {s.stage: {key.name for key in s.keys} for s in observer.stats().sessions}
+    assert_same_rows(rows, uncached)
+    assert sessions["thinker"] == {HIDDEN_KEY, "hidden_states.layer_0"}
+    assert sessions["talker"] == {"codes.audio"}
 
 
-def test_a_shifted_row_would_be_seen(uncached) -> None:
+def test_a_shifted_or_foreign_row_would_be_seen(uncached: dict[str, Rows]) -> None:
     """The control."""
     rows = uncached["thinker"]["first"]["hidden"]
     assert not torch.equal(rows[1:], rows[:-1])
     assert not torch.equal(uncached["thinker"]["twin_a"]["hidden"][:96], rows[:96])
+
+
+def test_rows_that_decode_made_are_hit_by_the_next_turn(checkpoint: Path, daemon: DaemonProcess) -> None:
+    """H2: against an uncached run only as exact as the engine's kernels, against the in-process cache to the bit."""
+    rows: dict[str, Rows] = {}
+    for name, socket, cached in (("off", None, False), ("in-process", None, True), ("sidecar", daemon.socket, True)):
+        with stage_engine(checkpoint, "thinker", socket, enable_prefix_caching=cached) as engine:
+            engine.run({"turn_1": SHARED[:60]}, max_tokens=80)
+            turn_2 = SHARED[:60] + engine.generated["turn_1"] + tokens(5, 20)
+            rows[name] = engine.run({"turn_2": turn_2})
+            assert engine.cached_tokens["turn_2"] == (128 if cached else 0)
+    for key, want in rows["off"]["turn_2"].items():
+        assert torch.equal(rows["sidecar"]["turn_2"][key], rows["in-process"]["turn_2"][key])
+        assert torch.allclose(rows["sidecar"]["turn_2"][key], want, atol=1e-4)
+
+
+def test_a_preempted_request_hands_on_every_position_once(checkpoint: Path, daemon: DaemonProcess) -> None:
+    """R3: on a cache of a few blocks; vLLM-Omni's in-process cache hands positions on twice here."""
+    prompts = {f"p{seed}": tokens(seed, 90) for seed in (11, 12, 13)}
+    rows: dict[str, Rows] = {}
+    few = {"num_gpu_blocks_override": 12, "kv_cache_memory_bytes": None, "max_model_len": 256}
+    for name, socket, changes in (
+        ("roomy", None, {"enable_prefix_caching": False}),
+        ("in-process", None, few),
+        ("sidecar", daemon.socket, few),
+    ):
+        with stage_engine(checkpoint, "thinker", socket, **changes) as engine:
+            rows[name] = engine.run(prompts, max_tokens=100)
+            generated = dict(engine.generated)
+            preemptions = engine.llm.llm_engine.engine_core.engine_core.scheduler
+            del preemptions
+    assert any(rows["in-process"][name]["hidden"].shape[0] != 90 + 99 for name in prompts), "nothing was preempted"
+    for name in prompts:
+        for key, want in rows["roomy"][name].items():
+            assert len(generated[name]) == 100
+            assert rows["sidecar"][name][key].shape == want.shape == (90 + 99, 128)
+            assert torch.allclose(rows["sidecar"][name][key], want, atol=1e-4), (name, key)
+
+
+def test_without_a_daemon_the_engine_runs_on_vllm_omnis_cache(
+    checkpoint: Path, uncached: dict[str, Rows], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nobody = tmp_path / "nobody.sock"
+    with caplog.at_level(logging.WARNING), stage_engine(checkpoint, "thinker", nobody) as engine:
+        rows = engine.run({"first": SHARED})
+        assert type(engine.manager) is OmniPrefixCacheManager
+    assert torch.equal(rows["first"]["hidden"], uncached["thinker"]["first"]["hidden"])
+    warnings = [
+        r.getMessage() for r in caplog.records if r.name == "vllm.stagecache" and "in-process" in r.getMessage()
+    ]
+    assert len(warnings) == 1
+    assert str(nobody) in warnings[0]
+
+
+def test_a_required_daemon_that_is_not_there_stops_the_engine(checkpoint: Path, tmp_path: Path) -> None:
+    with environment({"STAGECACHE_REQUIRED": "1"}), pytest.raises(DaemonUnavailableError):  # noqa: SIM117
+        with stage_engine(checkpoint, "thinker", tmp_path / "nobody.sock"):
+            pass

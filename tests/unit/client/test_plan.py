@@ -79,15 +79,17 @@ def test_key_text(text: str, schema: KeySchema) -> None:
     assert parse_key(text) == schema
 
 
-@pytest.mark.parametrize("text", ["", "a", "a:", "a:float99:4", "a:int8:0", "a:int8:2y3", "a:int8:99999999999", ":int8"])
+@pytest.mark.parametrize(
+    "text", ["", "a", "a:", "a:float99:4", "a:int8:0", "a:int8:2y3", "a:int8:99999999999", ":int8"]
+)
 def test_text_that_is_no_key_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not|none of|below 1|allowed"):
         parse_key(text)
 
 
+@pytest.mark.engine
 def test_key_text_is_that_of_the_shim() -> None:
     """STAGECACHE_KEYS and --key have one form."""
-    pytest.importorskip("torch")
     from stagecache.shim.omni.keys import parse_keys
 
     text = "hidden_states.layer_24:bfloat16:2048 codes.audio:int64:16 meta.codec_streaming:int8 x:float32:2x3"
