@@ -40,7 +40,8 @@ class Arena:
         self.bounce = Extent(usable, (len(data) - usable) // ALIGN * ALIGN)
         self.usable = usable
         self._free: list[tuple[int, int]] = [(0, usable)]
-        self._released: deque[Extent] = deque()
+        self.released: deque[Extent] = deque()
+        """Extents whose leases ended; ``collect`` takes them back."""
         self._leases: dict[int, tuple[weakref.ref[NDArray[np.uint8]], int]] = {}
         self.used_bytes = 0
         self.leased_bytes = 0
@@ -82,7 +83,7 @@ class Arena:
     def lease(self, extent: Extent) -> NDArray[np.uint8]:
         """u8 [extent.size]: the bytes; the extent comes back when the array and all that share it are collected."""
         array = self.data[extent.offset : extent.offset + extent.size]
-        released = self._released
+        released = self.released
 
         def on_collected(_: object) -> None:
             released.append(extent)
@@ -103,15 +104,10 @@ class Arena:
             return len(self._leases), began
         return 0, 0
 
-    @property
-    def has_released(self) -> bool:
-        """Whether leases ended that were not collected yet."""
-        return bool(self._released)
-
     def collect(self) -> None:
         """Take back what finalizers released."""
-        while self._released:
-            extent = self._released.popleft()
+        while self.released:
+            extent = self.released.popleft()
             self._leases.pop(extent.offset, None)
             self.leased_bytes -= extent.size
             self.free(extent)

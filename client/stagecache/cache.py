@@ -66,6 +66,7 @@ class StageCache:
         merge_timeout_s: float = 30.0,
         gpu_staging_bytes: int = 512 << 20,
         split_lists: bool = True,
+        explicit_acks: bool = False,
         device: CpuDevice | None = None,
     ) -> None:
         geometry = session.geometry
@@ -75,7 +76,7 @@ class StageCache:
         self._merge_timeout_s = merge_timeout_s
         self._lock = threading.Lock()
         self._delivery = threading.Lock()
-        self._requests = RequestTable()
+        self._requests = RequestTable(explicit_acks=explicit_acks)
         self._planner = StepPlanner(self._requests, geometry)
         self._batches = BatchReader(view, geometry, self._requests)
         self._arena = Arena(session.control.arena)
@@ -120,6 +121,7 @@ class StageCache:
         daemon_grace_s: float = 2.0,
         gpu_staging_bytes: int = 512 << 20,
         split_lists: bool = True,
+        explicit_acks: bool = False,
         device: CpuDevice | None = None,
     ) -> StageCache:
         """Attach this process to the daemon at ``socket`` and open the declared ``keys``.
@@ -127,7 +129,8 @@ class StageCache:
         geometry: the engine's KV cache and limits. view: the live batch. staging_claim_timeout_s: longest wait of a
         save for a page (W2). merge_timeout_s: longest wait of a materialize for a hit. daemon_grace_s: how long an
         outage is waited for, once. gpu_staging_bytes: device bytes that deferred clones may take (W3). split_lists:
-        give each request its entry of a list with one entry a request.
+        give each request its entry of a list with one entry a request. explicit_acks: rows count as delivered when
+        ``ack`` says so, not when materialize handed them out (R3).
 
         Raises:
             DaemonUnavailableError: nobody answers at the socket.
@@ -152,6 +155,7 @@ class StageCache:
             merge_timeout_s=merge_timeout_s,
             gpu_staging_bytes=gpu_staging_bytes,
             split_lists=split_lists,
+            explicit_acks=explicit_acks,
             device=device,
         )
 
@@ -299,6 +303,14 @@ class StageCache:
             del self._steps[step_id]
             self._in_flight.add(step_id)
             return step, windows(step, wanted, self._bounds) if self._requests.chained else None
+
+    def ack(self, req_id: str, upto: int) -> None:
+        """With ``explicit_acks``: the rows of a request below position ``upto`` were received (R3). Any thread.
+
+        Rows that were handed out and not acked come again when the request comes back. An id that ended is ignored.
+        """
+        with self._lock:
+            self._requests.ack(req_id, upto)
 
     def discard_step(self, step_id: int) -> None:
         """Consume a step whose outputs nobody wants. Its rows are kept all the same. Any thread.

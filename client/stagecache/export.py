@@ -1,7 +1,8 @@
 """What a worker tells the daemon's metrics: its figures, as plain words of the control segment.
 
 They gather in an array of this process and reach shared memory by one copy of under 1 KiB, at the end of each save and
-of each materialize. No call is made and nothing is waited for; a step pays about a microsecond.
+of each materialize. No call is made and nothing is waited for. A plain decode step writes only what it changed and pays
+about a microsecond; the rest follows when something happened that it may tell of, and every ``FULL_NS`` anyway.
 """
 
 from __future__ import annotations
@@ -24,15 +25,24 @@ if TYPE_CHECKING:
     from stagecache.counters import Counters
     from stagecache.deferred import DeferredRows
     from stagecache.hits import Hit, HitReader
+    from stagecache.mapping import StagedKey
     from stagecache.merge import SavedStep
     from stagecache.session import Session
+
+FULL_NS: Final = 50_000_000
 
 _W = figures.Worker
 _BOUNDS: Final = figures.BOUNDS_NS
 _BEGIN: Final = int(_W.PHASE_BUCKETS)
 _SAVE: Final = _BEGIN + figures.BUCKETS
 _MATERIALIZE: Final = _SAVE + figures.BUCKETS
+_STEPS: Final = int(_W.STEPS)
+_COMPUTED: Final = int(_W.COMPUTED_TOKENS)
 _PREFILL: Final = int(_W.PREFILL_TOKENS)
+_BEGIN_NS: Final = int(_W.PHASE_NS)
+_SAVE_NS: Final = _BEGIN_NS + 1
+_EXPORTED_AT: Final = int(_W.EXPORTED_AT)
+_UNCONSUMED: Final = int(_W.UNCONSUMED_STEPS)
 _MATERIALIZED: Final = int(_W.MATERIALIZED)
 _MATERIALIZE_NS: Final = int(_W.PHASE_NS) + figures.PHASES.index("materialize")
 _NOW_AT: Final = 8 * _W.AWAY
@@ -86,32 +96,54 @@ class Exporter:
         self._target = words[layout.W_FIGURES : layout.W_FIGURES + figures.WORKER_WORDS]
         self._begin_ns = self._save_ns = self._materialize_ns = 0
         self._waits_seen = 0
-        self._row_bytes: dict[int, int] = {}
+        self._full_at = 0
+        self._staged: list[StagedKey] = []
+        self._staged_bytes = 0
         self._target[:] = self._source
 
     def saved(self, step: SavedStep, unconsumed: int) -> None:
         """A save gave a step id. unconsumed: steps that neither materialize nor discard has consumed."""
-        values, batch = self._values, step.batch
-        tokens, staged = batch.tokens, step.staged
+        values, counters, batch, staged = self._values, self._counters, step.batch, step.staged
+        tokens, phases = batch.tokens, counters.phase_ns
         if batch.counts is not None:
             values[_PREFILL] += tokens - batch.counts.count(1)
-        if staged and tokens:
-            size, known = 0, self._row_bytes
-            for key in staged:
-                size += known.get(key.key_id) or known.setdefault(key.key_id, key.schema.row_bytes)
-            values[_STAGED] += tokens * len(staged)
-            values[_STAGED + 1] += tokens * size
+        if staged != self._staged:
+            self._staged, self._staged_bytes = staged, sum(key.schema.row_bytes for key in staged)
+        values[_STAGED] += tokens * len(staged)
+        values[_STAGED + 1] += tokens * self._staged_bytes
+        begin, save = phases["begin"], phases["save"]
+        values[_BEGIN + bisect_left(_BOUNDS, begin - self._begin_ns)] += 1
+        values[_SAVE + bisect_left(_BOUNDS, save - self._save_ns)] += 1
+        self._begin_ns = values[_BEGIN_NS] = begin
+        self._save_ns = values[_SAVE_NS] = save
+        now, session = time.monotonic_ns(), self._session
+        if (
+            now - self._full_at > FULL_NS
+            or step.hits
+            or step.local
+            or step.leftover
+            or step.failed
+            or session.away
+            or session.waits_total != self._waits_seen
+            or self._arena.released
+        ):
+            self._saved_more(step)
+            self._publish(unconsumed)
+            return
+        values[_STEPS] = counters.steps
+        values[_COMPUTED] = counters.computed_rows
+        values[_EXPORTED_AT] = now
+        values[_UNCONSUMED] = unconsumed
+        self._target[:] = self._source
+
+    def _saved_more(self, step: SavedStep) -> None:
+        """What few steps have."""
+        values = self._values
         if step.leftover:
             values[_LEFTOVER] += len(step.leftover)
             values[_LEFTOVER + 1] += _nbytes(step.leftover.values())
         if step.failed:
             values[_SCHEMA_FAILED] += len(step.failed)
-        phases = self._counters.phase_ns
-        begin, save = phases["begin"], phases["save"]
-        values[_BEGIN + bisect_left(_BOUNDS, begin - self._begin_ns)] += 1
-        values[_SAVE + bisect_left(_BOUNDS, save - self._save_ns)] += 1
-        self._begin_ns, self._save_ns = begin, save
-        self._publish(unconsumed)
 
     def refused(self, error: BaseException, unconsumed: int) -> None:
         """A save raised."""
@@ -131,7 +163,7 @@ class Exporter:
         if step.hits:
             self._publish(unconsumed)
         else:
-            values[_W_UNCONSUMED] = unconsumed
+            values[_UNCONSUMED] = unconsumed
             self._target[:] = self._source
 
     def failed(self, error: BaseException, unconsumed: int) -> None:
@@ -178,7 +210,8 @@ class Exporter:
             phases["save"],
             phases["materialize"],
         )
-        _NOW.pack_into(source, _NOW_AT, session.away, time.monotonic_ns(), unconsumed)
+        self._full_at = now = time.monotonic_ns()
+        _NOW.pack_into(source, _NOW_AT, session.away, now, unconsumed)
         if counters.hits:
             self._note_arena()
         if session.waits_total != self._waits_seen:
@@ -196,13 +229,10 @@ class Exporter:
 
     def _note_arena(self) -> None:
         arena = self._arena
-        if arena.has_released:
+        if arena.released:
             with self._lock:
                 arena.collect()
         _ARENA.pack_into(self._source, _ARENA_AT, arena.used_bytes, arena.leased_bytes, *arena.oldest_lease())
-
-
-_W_UNCONSUMED: Final = int(_W.UNCONSUMED_STEPS)
 
 
 def _reason(error: BaseException, closed: tuple[str, ...]) -> int:

@@ -54,10 +54,13 @@ class RequestState:
 class RequestTable:
     """All live requests. Callers hold the cache's lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, explicit_acks: bool = False) -> None:
+        """explicit_acks: rows count as delivered when ``ack`` says so, not when they were handed out."""
         self.live: dict[str, RequestState] = {}
         self.delivered: Positions = np.zeros(64, np.int64)
-        """[rows]: end of what each period has handed out."""
+        """[rows]: end of what each period has delivered."""
+        self.handed: Positions = np.zeros(64, np.int64) if explicit_acks else self.delivered
+        """[rows]: end of what each period has handed out; one array with ``delivered`` where nobody acks."""
         self.chained = 0
         """Chains with more than one period: while there are none, no step needs clipping."""
         self.version = 0
@@ -128,12 +131,19 @@ class RequestTable:
         """Positions [begin, end) of a period went out."""
         period = self.period_of(row)
         period.handed_from = min(period.handed_from, begin)
-        self.delivered[row] = max(int(self.delivered[row]), end)
+        self.handed[row] = max(int(self.handed[row]), end)
 
     def handed_out_all(self, rows: NDArray[np.int64], ends: Positions) -> None:
         """The same for whole steps of requests that never came back: rows, ends int64 [requests]."""
-        delivered = self.delivered
-        delivered[rows] = np.maximum(delivered[rows], ends)
+        handed = self.handed
+        handed[rows] = np.maximum(handed[rows], ends)
+
+    def ack(self, req_id: str, upto: int) -> None:
+        """The caller has received the rows below ``upto``, as far as they were handed out. An id that ended is past."""
+        state = self.live.get(req_id)
+        for period in state.period.chain if state is not None else ():
+            row = period.row
+            self.delivered[row] = max(int(self.delivered[row]), min(upto, int(self.handed[row])))
 
     def reclaim(self, oldest_unconsumed: int) -> None:
         """Free the rows of requests that ended, as far as no step older than ``oldest_unconsumed`` needs them."""
@@ -152,11 +162,13 @@ class RequestTable:
         self.version += 1
         if not self._free:
             old = len(self.delivered)
+            shared = self.handed is self.delivered
             self.delivered = np.concatenate((self.delivered, np.zeros(old, np.int64)))
+            self.handed = self.delivered if shared else np.concatenate((self.handed, np.zeros(old, np.int64)))
             self._periods.extend([None] * old)
             self._free = list(range(2 * old - 1, old - 1, -1))
         row = self._free.pop()
-        self.delivered[row] = 0
+        self.delivered[row] = self.handed[row] = 0
         period = Period(row, cap, chain)
         chain.append(period)
         self._periods[row] = period

@@ -250,7 +250,10 @@ class Rpc:
     def watch(self, stage: str = "") -> Watch:
         """Open the stream of events; it has no deadline. ``stage`` is for role scheduler."""
         self.calls += 1
-        return Watch(self._stub.Watch(pb.WatchRequest(stage=stage), metadata=self.credentials.metadata))
+        try:
+            return Watch(self._stub.Watch(pb.WatchRequest(stage=stage), metadata=self.credentials.metadata))
+        except ValueError as error:  # The channel was closed, perhaps by another thread.
+            raise errors.DaemonLostError("Watch: this client is closed") from error
 
     def _call(
         self,
@@ -267,6 +270,8 @@ class Rpc:
             return method(request, timeout=timeout_s, metadata=metadata, wait_for_ready=wait_for_ready)
         except grpc.RpcError as failure:
             raise error_from_grpc(name, failure, timeout_s) from failure
+        except ValueError as error:  # The channel was closed, perhaps by another thread.
+            raise errors.DaemonLostError(f"{name}: this client is closed") from error
 
 
 class Watch:

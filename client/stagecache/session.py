@@ -156,16 +156,19 @@ class Session:
         if replacing is not None:
             self.wait_consumed(self.close_key(replacing), RPC_TIMEOUT_S, f"key {schema.name} to be given up")
         request = pb.OpenKeyRequest(key=schema_message(schema))
+        deadline = time.monotonic() + RPC_TIMEOUT_S
         gone_since: float | None = None
         while True:
             try:
                 return self._staged(self.rpc.open_key(request, RPC_TIMEOUT_S))
             except DaemonLostError:
                 # It may be starting again; the call may be repeated. An outage is waited for once.
-                gone_since = gone_since or time.monotonic()
-                if time.monotonic() - gone_since >= self._daemon_grace_s:
-                    if not is_held(self._daemon_lock):
-                        self._go_away()
+                now = time.monotonic()
+                gone_since = None if is_held(self._daemon_lock) else gone_since or now
+                if gone_since is not None and now - gone_since >= self._daemon_grace_s:
+                    self._go_away()
+                    raise
+                if now >= deadline:
                     raise
                 time.sleep(WAIT_SLICE_S)
 

@@ -20,6 +20,7 @@ def begin(load: Load, parts: list[Part], *, new: bool = True, finished: tuple[st
         ids = [part.req_id for part in parts]
         plan.scheduled_cached_reqs = CachedRequests(ids, set(), [None] * len(ids), [part.first for part in parts])
     load.steps += 1
+    load.unsaved = None
     load.cache.new_step_starts(plan)
     load.view.show(Step(plan, parts))
 

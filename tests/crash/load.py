@@ -95,7 +95,8 @@ class Load:
         self.unreadable = 0
         self._open: deque[Open] = deque()
         self._held: deque[tuple[torch.Tensor, bytes]] = deque()
-        self._unsaved: Step | None = None
+        self.unsaved: Step | None = None
+        """The last step, where it is one that never comes to its save."""
 
     def run_step(self) -> None:
         """One step, and perhaps the materialize of this or of an older one.
@@ -122,7 +123,7 @@ class Load:
             raise WrongError(f"at the end: {type(error).__name__}: {error}") from error
         while self._held:
             self._look_again()
-        lost = self.workload.lost - bool(self._unsaved and self._unsaved.tokens)
+        lost = self.workload.lost - bool(self.unsaved and self.unsaved.tokens)
         if self.cache.counters.lost_steps != lost:
             raise WrongError(f"{self.cache.counters.lost_steps} steps were lost, {lost} were never saved")
         if self.cache.counters.local_steps:
@@ -140,10 +141,10 @@ class Load:
             self.cache.reset(cause="test")
         self.cache.new_step_starts(step.plan)
         self.view.show(step)
-        self._unsaved = None
+        self.unsaved = None
         if not step.save:
             self.workload.was_lost(step)
-            self._unsaved = step
+            self.unsaved = step
             return
         live = {key: tensor_of(KINDS.get(key, PASSING), rows) for key, rows in step.rows.items()}
         n = step.tokens

@@ -243,6 +243,7 @@ def outage(checkpoint: Path, out: Path) -> dict[str, Any]:
         daemon.start()
         wait_for(lambda: prompts.shim.watch.connections == 2, "the scheduler's new connection")
         generate(llm, {"back": tokens(41, 60)})
+        wait_for(lambda: prompts.shim.pending or prompts.shim.epoch, "the worker to ask for a reset")
         prompts.send("after")
         prompts.send("after_again")
         stop(llm)

@@ -166,6 +166,7 @@ def test_hidden_states_command_writes_the_same_rows(
     prompts.write_text((reference / "prompts.jsonl").read_text() + too_long + "\n")
     out = tmp_path / "rows"
     command = [sys.executable, "-m", "stagecache.cli", "hidden-states", "--block-size", "32", "--max-len", "512"]
+    command += ["--dtype", "float32"]
     done = subprocess.run(
         [*command, "--model", str(checkpoint), "--prompts", str(prompts), "--out", str(out), "--max-seqs", "2"],
         env=engine_environment,

@@ -30,9 +30,10 @@ BAD = [22, 23]
 STEPS_BETWEEN = 12
 
 
-def load_of(daemon: DaemonProcess, seed: int, **settings: Any) -> Load:
+def load_of(daemon: DaemonProcess, seed: int, *, passing_keys: bool = True, **settings: Any) -> Load:
     """Without resets, which would take the rows of ``good`` too."""
-    return Load(daemon.socket, seed, workload=Workload(seed, resets=0.0), extra_blocks=8, **settings)
+    steps = Workload(seed, resets=0.0, passing_keys=passing_keys)
+    return Load(daemon.socket, seed, workload=steps, extra_blocks=8, **settings)
 
 
 @pytest.fixture
@@ -194,7 +195,7 @@ def test_no_daemon_at_the_socket_says_so_and_what_to_start(tmp_path: Path) -> No
 
 def test_a_daemon_that_is_gone_costs_hits_but_no_step(fresh_daemon: DaemonProcess) -> None:
     """Steps without hits go on with their own rows; a hit is an error, never zeros; back again, a new epoch begins."""
-    load = load_of(fresh_daemon, 43, daemon_grace_s=0.3)
+    load = load_of(fresh_daemon, 43, passing_keys=False, daemon_grace_s=0.3)
     save_good = save(load, [Part("good", GOOD, 0, 8)])
     read(load, save_good, "good")
     load.cache.session.wait_consumed(load.cache.session.log.head, 10.0, "the log")

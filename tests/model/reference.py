@@ -146,11 +146,12 @@ class ReferenceCache(Delivery):
     # ---- hits
 
     def covered(self, request: Scheduled) -> bool:
-        """H3, S4."""
+        """H3, S4. A continuation may carry any number; a V2 runner's resume is a resume."""
         if request.how not in ("new", "resumed") or request.first == 0:
             return True
         size = self.rules.block_size
-        continuation = request.how == "new" and request.req_id in self.live
+        live = self.live.get(request.req_id)
+        continuation = request.how == "new" and live is not None and not live.preempted
         aligned = continuation or request.first % size == 0
         return request.count >= 0 and aligned and request.first <= len(request.blocks) * size
 

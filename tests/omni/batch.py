@@ -1,4 +1,4 @@
-"""What a prefix-cache manager of vLLM-Omni reads: scheduler outputs, and the live batch as vLLM's InputBatch shows it."""
+"""What a manager of vLLM-Omni reads: scheduler outputs, and the live batch as vLLM's InputBatch shows it."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def run_together(engines: list[StageEngine], prompts: Mapping[str, list[int]], m
     for engine in engines:
         STEPS[engine.stage].clear()
         engine.add(prompts, max_tokens)
-    while any([engine.step() for engine in engines]):
+    while sum(engine.step() for engine in engines):
         pass
     return {engine.stage: collected(STEPS[engine.stage]) for engine in engines}
 

@@ -59,12 +59,13 @@ def test_a_hit_must_be_aligned_and_covered(stage: Stage, term: str) -> None:
     assert error.value.kinds == {"HitNotCoveredError"}
 
 
-def test_a_resumed_hit_must_be_aligned(stage: Stage) -> None:
-    """H3"""
+@pytest.mark.parametrize("flavour", ["resumed", "again"])
+def test_a_resumed_hit_must_be_aligned(stage: Stage, flavour: str) -> None:
+    """H3: in both runners' ways to resume."""
     stage.step("a:[0,1]@0+8")
     stage.step("b:[5]@0+1", preempted="a")
     with pytest.raises(Refused) as error:
-        stage.begin("a:[0,1]@6+2 resumed")
+        stage.begin(f"a:[0,1]@6+2 {flavour}")
     assert error.value.kinds == {"HitNotCoveredError"}
 
 

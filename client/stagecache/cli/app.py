@@ -105,7 +105,7 @@ def hidden_states(
         Optional[Path],  # noqa: UP045  typer reads it at run time, on Python 3.10 too
         typer.Option(envvar="STAGECACHE_SOCKET", help="A running daemon's socket; without it, one is started."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Element type; auto takes the model's.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Element type; auto is vLLM's choice, which halves float32.")] = "auto",
     block_size: Annotated[Optional[int], typer.Option(help="Tokens in a KV block.")] = None,  # noqa: UP045
     max_len: Annotated[Optional[int], typer.Option(help="Longest prompt, in tokens.")] = None,  # noqa: UP045
     max_batched_tokens: Annotated[int, typer.Option(min=32, help="Tokens of one engine step.")] = 2048,

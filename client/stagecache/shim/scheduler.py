@@ -180,7 +180,7 @@ class SchedulerShim:
             manager.evict_blocks(set(range(manager.block_pool.num_gpu_blocks)))
             self.epoch += 1
         causes = ", ".join(dict.fromkeys(wanted))
-        logger.info("stagecache: the engine forgot its prefix cache (%s), epoch %d", causes, self.epoch)
+        logger.info("stagecache: stage %s forgot its prefix cache (%s), epoch %d", self.stage, causes, self.epoch)
 
 
 def first_hashes(output: Any, requests: Any, tokens_per_hash: int) -> dict[str, list[bytes]]:
@@ -235,8 +235,6 @@ def _may_preempt_all(scheduler: Any) -> bool:
 
 # ------------------------------------------------------------------- install
 
-_installed: weakref.WeakSet[SchedulerShim] = weakref.WeakSet()
-
 
 def install(scheduler: Any, *, stage: str = "", attach_hashes: bool = True, guard: bool | None = None) -> SchedulerShim:
     """Wrap one scheduler; idempotent. ``guard``: guard its preemption; None: where its policy is ``priority``."""
@@ -245,24 +243,12 @@ def install(scheduler: Any, *, stage: str = "", attach_hashes: bool = True, guar
         shim = SchedulerShim(stage, attach_hashes=attach_hashes)
         shim.wrap(scheduler, guard=scheduler.policy.value == "priority" if guard is None else guard)
         setattr(scheduler, _ATTRIBUTE, shim)
-        _installed.add(shim)
     return shim
 
 
 def shim_of(scheduler: Any) -> SchedulerShim | None:
     """The shim that ``install`` gave to this scheduler, or None."""
     return getattr(scheduler, _ATTRIBUTE, None)
-
-
-def request_reset(cause: str, stage: str | None = None) -> int:
-    """Have the schedulers of this process reset, those of ``stage`` or all: for a worker that shares their process.
-
-    Any thread. Returns how many will; 0 says that the stage's scheduler is in another process.
-    """
-    told = [shim for shim in list(_installed) if stage is None or shim.stage == stage]
-    for shim in told:
-        shim.request_reset(cause)
-    return len(told)
 
 
 def guard_active(vllm_config: Any) -> bool:
@@ -278,7 +264,7 @@ def guard_active(vllm_config: Any) -> bool:
 def stage_name(vllm_config: Any) -> str:
     """The stage's name: the engine's own where it has several stages (vLLM-Omni), else STAGECACHE_STAGE."""
     named = getattr(vllm_config.model_config, "model_stage", None)
-    return str(named) if named else os.environ.get("STAGECACHE_STAGE", "stage0")
+    return str(named) if named else os.environ.get("STAGECACHE_STAGE") or "stage0"
 
 
 def _install_from_environment(scheduler: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stagecache.shim import scheduler as shims
-from stagecache.shim.scheduler import guard_active, install, patch_scheduler, request_reset, shim_of, stage_name
+from stagecache.shim.scheduler import guard_active, install, patch_scheduler, shim_of, stage_name
 from stagecache.step import CachedRequests, NewRequest, SchedulerStep
 
 
@@ -238,17 +238,6 @@ def test_installing_twice_wraps_once_and_nothing_keeps_a_scheduler_alive() -> No
         assert reference() is None
     finally:
         gc.enable()
-
-
-def test_a_worker_in_the_same_process_asks_the_schedulers_of_its_stage() -> None:
-    one, other = Scheduler(), Scheduler()
-    install(one, stage="thinker")
-    install(other, stage="talker")
-    assert request_reset("rows were lost", "thinker") == 1
-    assert shim_of(one).pending  # type: ignore[union-attr]
-    assert not shim_of(other).pending  # type: ignore[union-attr]
-    assert request_reset("rows were lost", "elsewhere") == 0
-    assert request_reset("rows were lost") >= 2
 
 
 # --------------------------------------------------------------- the plugin
