@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from stagecache.errors import StagingTimeoutError
 from stagecache.log import WAIT_SLICE_S, LogWriter
+from stagecache.writes import Write
 
 
 @dataclass(slots=True)
@@ -21,6 +22,7 @@ class PageUse:
     step_id: int
     sequence: int = 0
     handed_out: bool = False
+    write: Write | None = None
 
 
 class StepPages:
@@ -77,9 +79,13 @@ class StepPages:
     def timeout_error(self, waited_s: float) -> StagingTimeoutError:
         """The error of a full house."""
         unconsumed, outstanding = self.unconsumed(), self.outstanding()
+        consumed = self._log.consumed
+        writes = [use.write for use in self._uses if use is not None and use.write is not None]
+        stuck = [f"{write.what} {write.state.name}" for write in writes if not write.settled(consumed)]
         return StagingTimeoutError(
             f"no staging page became free in {waited_s:g} s: {len(self._uses)} pages, held by steps {unconsumed} that "
-            f"were neither materialized nor discarded, and by records {outstanding} that the daemon has not consumed.",
+            f"were neither materialized nor discarded, and by records {outstanding} that the daemon has not consumed "
+            f"({', '.join(stuck) or 'no write is stuck'}).",
             unconsumed=unconsumed,
             outstanding=outstanding,
             remedy="Consume each step id once, or raise staging_depth.",

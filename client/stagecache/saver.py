@@ -124,6 +124,7 @@ class StepSaver:
                 self._spoil(plan, batch)
                 local.update({key.schema.name: self._device.to_host(rows) for key, rows in split.immediate})
             else:
+                page.write = write
                 write.advance(WriteState.QUEUED)
                 write.advance(WriteState.COPYING)
                 for key, rows in split.immediate:

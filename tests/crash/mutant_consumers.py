@@ -10,7 +10,7 @@ from stagecache_wire import layout
 from stagecache_wire.records import BadRecordError, Kind, Record
 from stagecached.consumer import IDLE_SLICE_S, Consumer
 
-SPARE_WORD = layout.D_BASE + 40
+SPARE_WORD = layout.D_BASE + layout.PAGE // layout.WORD - 1
 """A daemon word that the real layout leaves alone: it survives a death, as a mutant's own state would."""
 
 

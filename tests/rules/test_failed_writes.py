@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 from stagecache import Geometry, ModelCachePolicy, StageCache
 from stagecache.device import CpuDevice
-from stagecache.errors import StageCacheError, UnreadableHitError
+from stagecache.errors import StageCacheError, StagingTimeoutError, UnreadableHitError
 from stagecache.step import CachedRequests, NewRequest, SchedulerStep
 
 GEOMETRY = Geometry(num_blocks=16, block_size=4, staging_capacity_tokens=32)
@@ -145,3 +147,31 @@ def test_a_preempted_request_keeps_what_it_had_open(rig: Any) -> None:
     assert cache.materialize(save(cache, 200), ["a"]).mm_outputs["late"]["a"].tolist() == [
         101, 103, 105, 107, 201, 203, 205, 207,
     ]  # fmt: skip
+
+
+def test_a_full_house_names_the_writes_that_are_stuck_and_their_state(daemon: Any) -> None:
+    """W2, W4: with the daemon stopped, pages wait for its consumption; the wait is bounded."""
+    view = Batch()
+    cache = StageCache.attach(
+        socket=daemon.socket, model="m", stage="stuck", geometry=GEOMETRY, view=view, staging_claim_timeout_s=0.3
+    )
+    try:
+        begin(cache, view, "a", 0, [0])
+        cache.discard_step(save(cache, 0))
+        cache.session.wait_consumed(cache.session.log.head, 10.0, "the first step")
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            for number in range(GEOMETRY.staging_depth):
+                begin(cache, view, f"b{number}", 0, [1])
+                cache.discard_step(save(cache, 100))
+            begin(cache, view, "late", 0, [1])
+            with pytest.raises(StagingTimeoutError, match=r"step \d+ HOST_READY") as caught:
+                save(cache, 100)
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert len(caught.value.outstanding) == GEOMETRY.staging_depth
+        assert caught.value.unconsumed == ()
+        begin(cache, view, "c", 0, [2])
+        assert cache.materialize(save(cache, 200), ["c"]).hidden_states["c"][0, 0] == 200
+    finally:
+        cache.close()
