@@ -63,6 +63,11 @@ bench: $(STAMP) ## the figures of the README, measured on this machine
 proto: $(STAMP) ## generate the stubs again after a change of the .proto file
 	$(BIN)/python tools/gen_proto.py
 
+.PHONY: dist
+dist: $(STAMP) ## build sdist and wheel into dist/, the same bytes for the same commit
+	rm -rf dist
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct 2>/dev/null || echo 1767225600) $(BIN)/python -m hatchling build
+
 clean: ## remove caches and build output, keep the environment
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -146,7 +146,7 @@ class StageCache:
             open_remembered_keys=open_remembered_keys,
             daemon_grace_s=daemon_grace_s,
         )
-        return cls(
+        cache = cls(
             session,
             view,
             policy or ModelCachePolicy(),
@@ -158,6 +158,11 @@ class StageCache:
             explicit_acks=explicit_acks,
             device=device,
         )
+        if os.environ.get("STAGECACHE_TRACING"):
+            from stagecache import tracing
+
+            tracing.instrument(cache, model)
+        return cache
 
     def register_policy(self, policy: ModelCachePolicy) -> None:
         """Set what the model wants cached (K5). Before the first step."""
@@ -179,7 +184,7 @@ class StageCache:
             plan = self._planner.plan(scheduler_output, self._next_step_id - 1)
         self._plan = plan
         if plan.ended:
-            self._saver.flush_ended(plan.ended)
+            self._saver.flush_ended(plan.ended, plan.finished)
         if plan.hits:
             self._saver.begin_hits(plan.hits)
         self.counters.phase_ns["begin"] += time.perf_counter_ns() - begun

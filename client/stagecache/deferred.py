@@ -98,9 +98,8 @@ class DeferredRows:
             write.pieces.append((clone, start, end))
         self.make_room(0)
 
-    def finish(self, req_id: str) -> None:
-        """The request ended: what it has open is written (R1)."""
-        self.flush([req_id])
+    def forget(self, req_id: str) -> None:
+        """The request ended, and what it had open was flushed: its writes are counted anew if the id comes again."""
         self._write_n.pop(req_id, None)
 
     def touching(self, blocks: set[int], block_size: int) -> list[str]:

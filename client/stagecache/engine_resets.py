@@ -8,7 +8,9 @@ prefix cache before the next step; their epoch then comes back with the schedule
 from __future__ import annotations
 
 import logging
+import random
 import threading
+import time
 from typing import Final
 
 from stagecache.errors import StageCacheError
@@ -18,34 +20,62 @@ from stagecache_wire.v1 import stagecache_pb2 as pb
 logger = logging.getLogger("stagecache")
 
 ASK_TIMEOUT_S: Final = 5.0
-TRIES: Final = 5
+GIVE_UP_S: Final = 30.0
+"""How long it is asked again where no scheduler watches: after an outage its shim comes back some time later."""
+RETRY_S: Final = 0.5
+MIN_INTERVAL_S: Final = 5.0
+"""Between two resets, so that steps which are lost one after another do not cost all prefix caching."""
 
 
 class EngineResets:
-    """Asks from a thread of its own, one at a time; what is lost meanwhile is covered by the same reset or the next.
+    """Asks from a thread of its own; what is lost meanwhile is answered by one more reset.
 
     Attributes:
         asked: how often the daemon passed it on.
     """
 
-    def __init__(self, rpc: Rpc, stage: str) -> None:
+    def __init__(
+        self, rpc: Rpc, stage: str, *, give_up_s: float = GIVE_UP_S, min_interval_s: float = MIN_INTERVAL_S
+    ) -> None:
         self.asked = 0
         self._rpc = rpc
         self._stage = stage
-        self._thread: threading.Thread | None = None
+        self._give_up_s = give_up_s
+        self._min_interval_s = min_interval_s
+        self._lock = threading.Lock()
+        self._wanted = ""
+        self._asking = False
 
     def ask(self, cause: str) -> None:
         """Ask for a reset of the stage's engine. Returns at once; the engine thread may call it."""
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._ask, args=(cause,), name="stagecache-ask-reset", daemon=True)
-            self._thread.start()
+        with self._lock:
+            self._wanted = cause
+            if self._asking:
+                return
+            self._asking = True
+        threading.Thread(target=self._run, name="stagecache-ask-reset", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                cause, self._wanted = self._wanted, ""
+                if not cause:
+                    self._asking = False
+                    return
+            self._ask(cause)
+            time.sleep(self._min_interval_s)
 
     def _ask(self, cause: str) -> None:
-        for _ in range(TRIES):
+        deadline = time.monotonic() + self._give_up_s
+        while True:
             try:
                 self._rpc.reset(pb.ResetRequest(stage=self._stage, cause=cause), ASK_TIMEOUT_S)
                 self.asked += 1
                 return
             except StageCacheError as error:
-                last = error
-        logger.warning("stagecache: the engine was not asked to forget its prefix cache (%s): %s", cause, last)
+                if self._rpc.closed:
+                    return
+                if time.monotonic() >= deadline:
+                    logger.warning("stagecache: the engine was not asked to forget its hashes (%s): %s", cause, error)
+                    return
+            time.sleep(RETRY_S * random.uniform(0.5, 1.5))

@@ -53,6 +53,7 @@ class StageFacts:
         prefill_context_parallel: ranks that share a request's prefill tokens.
         fast_prefill: kv_sharing_fast_prefill, which skips layers for prompt tokens.
         policy: the scheduler's policy.
+        priority_guard: the scheduler-side shim takes back hashes of blocks that policy priority leaves uncomputed.
     """
 
     prefix_caching: bool = True
@@ -68,6 +69,7 @@ class StageFacts:
     prefill_context_parallel: int = 1
     fast_prefill: bool = False
     policy: str = "fcfs"
+    priority_guard: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ REFUSALS: tuple[Reason, ...] = (
     ),
     Reason(
         "G3",
-        lambda f: f.policy == "priority",
+        lambda f: f.policy == "priority" and not f.priority_guard,
         lambda f: "the scheduler policy is priority, which may publish blocks that were never computed",
         f"Set scheduling_policy=fcfs, {_OFF}",
     ),
@@ -236,6 +238,7 @@ def read_facts(
     if block_table is not None:
         kernel_block_size = block_size // int(getattr(block_table, "blocks_per_kv_block", 1))
         decode_cp = max(decode_cp, int(getattr(block_table, "dcp_world_size", 1)))
+    policy = str(getattr(vllm_config.scheduler_config, "policy", "fcfs"))
     return StageFacts(
         prefix_caching=bool(cache.enable_prefix_caching),
         pooling=getattr(vllm_config.model_config, "runner_type", "generate") == "pooling",
@@ -249,8 +252,15 @@ def read_facts(
         decode_context_parallel=decode_cp,
         prefill_context_parallel=int(getattr(parallel, "prefill_context_parallel_size", 1)),
         fast_prefill=bool(getattr(cache, "kv_sharing_fast_prefill", False)),
-        policy=str(getattr(vllm_config.scheduler_config, "policy", "fcfs")),
+        policy=policy,
+        priority_guard=policy == "priority" and _guarded(vllm_config),
     )
+
+
+def _guarded(vllm_config: Any) -> bool:
+    from stagecache.shim.scheduler import guard_active
+
+    return guard_active(vllm_config)
 
 
 def _group_fact(group: Any) -> tuple[str, int]:

@@ -210,6 +210,7 @@ class Rpc:
     def __init__(self, credentials: Credentials) -> None:
         self.credentials = credentials
         self.calls = 0
+        self.closed = False
         self._channel = grpc.insecure_channel(f"unix:{credentials.socket}", options=_CHANNEL_OPTIONS)
         self._stub = pb_grpc.StageCacheStub(self._channel)
 
@@ -223,6 +224,7 @@ class Rpc:
 
     def close(self) -> None:
         """Close the channel; open watches end with DaemonLostError."""
+        self.closed = True
         self._channel.close()
 
     def attach(self, request: pb.AttachRequest, timeout_s: float) -> pb.AttachResponse:

@@ -71,10 +71,12 @@ class StepSaver:
             planned = self.hits.plan(hits, self.keys.hit_keys())
         self._log_gathers(planned)
 
-    def flush_ended(self, req_ids: list[str]) -> None:
+    def flush_ended(self, ended: list[str], finished: list[str]) -> None:
         """Requests finished or were preempted: what they have open is written (R1)."""
         if self.deferred.open:
-            self._guarded(partial(self.deferred.flush, req_ids))
+            self._guarded(partial(self.deferred.flush, ended))
+        for req_id in finished:
+            self.deferred.forget(req_id)
 
     def _flush_touched(self, hits: list[Hit]) -> None:
         if self.deferred.open:
@@ -136,6 +138,8 @@ class StepSaver:
         except BaseException as error:
             write.advance(WriteState.FAILED, cause=str(error))
             if page is not None:
+                # Broken off after the record was published (by a signal, say), the daemon has still to read the page.
+                page.sequence = max(page.sequence, self.session.log.head)
                 self.pages.hand_out(page)
             raise
         return SavedStep(

@@ -120,6 +120,11 @@ class Settings(BaseSettings):
     metrics_address: str = Field(
         default="127.0.0.1", description="address that the metrics port is bound to; 0.0.0.0 for all"
     )
+    tracing: bool = Field(
+        default=False,
+        description="send a span of each record to an OpenTelemetry collector, which OTEL_EXPORTER_OTLP_ENDPOINT names; "
+        "needs stagecache[tracing]",
+    )
     log_format: LogFormat = Field(default="console", description="how log lines look")
     log_level: LogLevel = Field(default="info", description="least level that is logged")
 

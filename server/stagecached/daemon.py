@@ -15,6 +15,7 @@ import os
 import secrets
 import signal
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import grpc
@@ -161,9 +162,17 @@ def run(settings: Settings, make_consumer: ConsumerFactory = Consumer) -> None:
         StartError: it cannot start here.
     """
     os.umask(0o077)
+    finish: Callable[[], None] = lambda: None
+    if settings.tracing:
+        from stagecached.tracing import traced
+
+        make_consumer, finish = traced(make_consumer)
     directory = RunDirectory.claim(settings.paths, settings.access)
 
     async def main() -> None:
         await Daemon(settings, directory, make_consumer).run()
 
-    uvloop.run(main())
+    try:
+        uvloop.run(main())
+    finally:
+        finish()

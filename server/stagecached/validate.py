@@ -47,6 +47,8 @@ def check_record(segments: SessionSegments, record: Record) -> None:
         _check_runs(segments, record)
     elif len(record.runs):
         raise BadRecordError(f"{kind.name} carries runs")
+    if kind is Kind.RESET and not segments.epoch <= record.rows < 1 << 63:
+        raise BadRecordError(f"epoch {record.rows} after {segments.epoch}")
     modes = _check_keys(segments, record)
     if kind is Kind.SAVE:
         if KeyMode.ROWS in modes:

@@ -192,6 +192,64 @@ def preempted(checkpoint: Path, out: Path) -> dict[str, Any]:
     }
 
 
+def killed_daemon(checkpoint: Path, out: Path) -> dict[str, Any]:
+    """The daemon is killed: once with nothing between, once with a miss and a hit while it is gone.
+
+    After the second time, the same prompt is sent until it hits again: until the engine has forgotten its hashes of
+    the time before, its hits fail.
+    """
+    import os
+    import signal
+    import time
+
+    from stagecache.local_daemon import LocalDaemon
+    from stagecache.shim.assemble import PromptAssembler
+    from stagecache.shim.vllm import external_id, on_step
+
+    cached: dict[str, Any] = {}
+    errors: dict[str, str] = {}
+    hits: dict[str, int] = {}
+    answered: list[int] = []
+
+    def run(name: str, prompt: list[int]) -> None:
+        output = generate(llm, {name: prompt})[name]
+        hits[name] = output.num_cached_tokens
+        answered.append(len(output.outputs[0].token_ids))
+
+    with LocalDaemon(out) as daemon:
+        os.environ["STAGECACHE_SOCKET"] = str(daemon.socket)
+        llm = make_engine(checkpoint)
+        unsubscribe = on_step(
+            PromptAssembler(
+                lambda prompt: cached.__setitem__(external_id(prompt.req_id), prompt),
+                lambda req_id, error: errors.__setitem__(external_id(req_id), type(error).__name__),
+            )
+        )
+        run("first", SHARED)
+        os.kill(daemon.pid or 0, signal.SIGKILL)
+        daemon.start()
+        run("adopted", SHARED)
+        os.kill(daemon.pid or 0, signal.SIGKILL)
+        run("miss", tokens(8, 100))
+        run("hit", SHARED)
+        daemon.start()
+        last, deadline = "", time.monotonic() + 60
+        while not (hits.get(last) and last not in errors) and time.monotonic() < deadline:
+            last = f"again{len(answered)}"
+            run(last, SHARED)
+            time.sleep(0.05)
+        unsubscribe()
+        stop(llm)
+    llm = make_engine(checkpoint, enable_prefix_caching=False)
+    uncached = recorded(lambda: generate(llm, {"shared": SHARED, "miss": tokens(8, 100)}))
+    stop(llm)
+    judged = {
+        name: judge(prompt, uncached["miss" if name == "miss" else "shared"].hidden, hits[name])
+        for name, prompt in cached.items()
+    }
+    return {"answered": answered, "errors": errors, "prompts": judged, "last": last}
+
+
 def without_daemon(checkpoint: Path, out: Path) -> dict[str, Any]:
     """The engine runs, says once that there is no cache, and only rows of hits are missing."""
     warnings: list[str] = []
@@ -244,7 +302,6 @@ def refused(checkpoint: Path, out: Path) -> dict[str, Any]:
     draft = {"method": "draft_model", "model": str(checkpoint), "num_speculative_tokens": 2}
     settings: Sequence[tuple[str, dict[str, str], dict[str, Any]]] = (
         ("required", {"STAGECACHE_REQUIRED": "1"}, {}),
-        ("priority", {}, {"scheduling_policy": "priority"}),
         ("speculative", {}, {"speculative_config": draft}),
         ("sink", {"STAGECACHE_SINK": "csv:x"}, {}),
     )
@@ -296,6 +353,8 @@ def note_step(rows: Any) -> None:
         file.write(json.dumps(line) + "\n")
 
 
+SCENARIOS = (in_process, preempted, killed_daemon, without_daemon, refused, spawned)
+
 if __name__ == "__main__":
-    scenario = {f.__name__: f for f in (in_process, preempted, without_daemon, refused, spawned)}[sys.argv[1]]
+    scenario = {f.__name__: f for f in SCENARIOS}[sys.argv[1]]
     print(json.dumps(scenario(Path(sys.argv[2]), Path(sys.argv[3]))))

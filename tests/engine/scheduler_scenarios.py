@@ -235,13 +235,13 @@ def outage(checkpoint: Path, out: Path) -> dict[str, Any]:
     with LocalDaemon(folder) as daemon, environment({"STAGECACHE_SOCKET": str(daemon.socket)}):
         llm = make_engine(checkpoint)
         prompts = Prompts(llm)
+        wait_for(lambda: prompts.shim.watch.connected, "the scheduler's connection")
         prompts.send("before")
         prompts.send("before_again")
         assert daemon.pid is not None
         os.kill(daemon.pid, signal.SIGKILL)
         generate(llm, {"meanwhile": tokens(40, 200)}, max_tokens=8)
         daemon.start()
-        wait_for(lambda: prompts.shim.watch.connections == 2, "the scheduler's new connection")
         generate(llm, {"back": tokens(41, 60)})
         wait_for(lambda: prompts.shim.pending or prompts.shim.epoch, "the worker to ask for a reset")
         prompts.send("after")

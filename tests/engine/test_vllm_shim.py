@@ -121,6 +121,19 @@ def test_engine_in_its_own_processes_writes_the_same_rows(
     assert {line["pid"] for line in noted}.isdisjoint({os.getpid()})
 
 
+def test_a_killed_daemon_costs_rows_of_hits_and_never_gives_wrong_ones(run_scenario: Scenario, tmp_path: Path) -> None:
+    """Killed and started again, rows are there as before; while it is gone, only rows of hits are missing; and after."""
+    answer = run_scenario("killed_daemon", tmp_path)
+    prompts, errors = answer["prompts"], answer["errors"]
+    assert set(answer["answered"]) == {3}
+    assert all(prompt["equal"] and prompt["from_cache"] == prompt["hit"] for prompt in prompts.values())
+    assert prompts["adopted"]["hit"] == 128
+    assert prompts["miss"]["shape"] == [100, 128]
+    assert errors.pop("hit") == "DaemonLostError"
+    assert set(errors.values()) <= {"UnreadableHitError"}
+    assert prompts[answer["last"]]["hit"] == 128
+
+
 def test_without_a_daemon_the_engine_runs_and_only_rows_of_hits_are_missing(
     run_scenario: Scenario, tmp_path: Path
 ) -> None:
@@ -142,7 +155,6 @@ def test_what_cannot_be_served_is_refused_at_start(run_scenario: Scenario, tmp_p
     said = run_scenario("refused", tmp_path, STAGECACHE_SOCKET=str(tmp_path / "nobody.sock"))
     expected = {
         "required": "DaemonUnavailableError: no stagecached at",
-        "priority": "scheduling_policy=fcfs",
         "speculative": "speculative_config",
         "sink": "safetensors:DIR",
         "v2_runner": "VLLM_USE_V2_MODEL_RUNNER=0",
@@ -150,7 +162,7 @@ def test_what_cannot_be_served_is_refused_at_start(run_scenario: Scenario, tmp_p
     assert said.keys() == expected.keys()
     for name, text in expected.items():
         assert text in said[name]
-    assert all(said[name].startswith("GateRefusal") for name in ("priority", "speculative", "v2_runner"))
+    assert all(said[name].startswith("GateRefusal") for name in ("speculative", "v2_runner"))
 
 
 def test_hidden_states_command_writes_the_same_rows(

@@ -5,6 +5,8 @@ Rows are a function of position, so nothing here checks them; tests/rules and te
 
 from __future__ import annotations
 
+import http.client
+import socket as sockets
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +43,18 @@ def url_of(daemon: DaemonProcess) -> str:
 def get(url: str, timeout_s: float = 20.0) -> str:
     with urllib.request.urlopen(url, timeout=timeout_s) as answer:
         return str(answer.read().decode())
+
+
+def get_unix(socket: Path, path: str, method: str = "GET") -> tuple[int, str]:
+    """Status and body, over the daemon's Unix socket."""
+    connection = http.client.HTTPConnection("localhost", timeout=20.0)
+    connection.sock = sockets.socket(sockets.AF_UNIX)
+    connection.sock.connect(str(socket))
+    connection.request(method, path)
+    answer = connection.getresponse()
+    body = answer.read().decode()
+    connection.close()
+    return answer.status, body
 
 
 class Batch:

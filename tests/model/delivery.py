@@ -20,11 +20,12 @@ ENDLESS = 1 << 60
 
 @dataclass
 class Period:
-    """What the steps between two comebacks handed out: positions [begin, end)."""
+    """What the steps between two comebacks handed out: positions [begin, end), received up to ``acked``."""
 
     cap: int = ENDLESS
     begin: int = ENDLESS
     end: int = 0
+    acked: int = 0
 
 
 @dataclass
@@ -51,8 +52,9 @@ class Part:
 class Delivery:
     """Live requests, and how far their rows went out."""
 
-    def __init__(self, block_size: int):
+    def __init__(self, block_size: int, explicit_acks: bool):
         self.block_size = block_size
+        self.explicit_acks = explicit_acks
         self.live: dict[str, Live] = {}
 
     def preempt(self, step: Step) -> None:
@@ -91,7 +93,7 @@ class Delivery:
         low, cap = part.start, ENDLESS
         for number in range(part.period, 0, -1):
             cap = min(cap, part.periods[number].cap)
-            low = max(low, min(cap, part.periods[number - 1].end))
+            low = max(low, min(cap, part.periods[number - 1].acked))
         high = min((period.begin for period in part.periods[part.period + 1 :]), default=ENDLESS)
         return low, min(part.request.first + part.request.tokens, high)
 
@@ -100,3 +102,11 @@ class Delivery:
         if begin < end:
             period = part.periods[part.period]
             period.begin, period.end = min(period.begin, begin), max(period.end, end)
+            if not self.explicit_acks:
+                period.acked = period.end
+
+    def ack(self, req_id: str, upto: int) -> None:
+        """R3: rows below ``upto`` were received, as far as they were handed out; where the caller uses acks, only then
+        are they delivered."""
+        for period in self.live[req_id].periods if req_id in self.live else ():
+            period.acked = max(period.acked, min(upto, period.end))

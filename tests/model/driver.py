@@ -178,7 +178,7 @@ class Run:
             return
         self._open.append((*numbers, [request.req_id for request in step.batch]))
         if event.c % 8 < 5:
-            self._take(len(self._open) - 1, 0, 0)
+            self._take(len(self._open) - 1, 0, event.d)
         elif event.c % 8 == 5:
             self._take(len(self._open) - 1, event.d, event.c)
 
@@ -233,6 +233,17 @@ class Run:
             lambda cache: cache.materialize(number if cache is self.model else real, req_ids),
             late=True,
         )
+        if self.setup.rules.explicit_acks:
+            self._ack(req_ids, how, which)
+
+    def _ack(self, req_ids: list[str], how: int, which: int) -> None:
+        """The caller received what it was handed out, or a little less; or says so of more."""
+        self._join()
+        for place, req_id in enumerate(req_ids):
+            live = self.model.live.get(req_id)
+            if live is not None and (which + how) >> place % 8 & 1:
+                upto = max(0, max(period.end for period in live.periods) - which % 4 + 1)
+                self._both(f"ack({req_id}, {upto})", lambda cache, req_id=req_id, upto=upto: cache.ack(req_id, upto))
 
     def _evict(self, step: Step) -> None:
         """The engine learns that rows were lost, and forgets the hashes of the blocks."""

@@ -126,6 +126,14 @@ class ClipsAtThePlan(ReferenceCache):
         return getattr(part, "plan", None) or super().span(part)
 
 
+class DeliversWithoutAck(ReferenceCache):
+    """R3: where the caller uses acks, handing out is taken for receiving."""
+
+    def delivered(self, part: Part, begin: int, end: int) -> None:
+        super().delivered(part, begin, end)
+        part.periods[part.period].acked = part.periods[part.period].end
+
+
 class FinishesLast(ReferenceCache):
     """R2: an id that finishes and starts anew is taken for one that comes again."""
 
@@ -166,6 +174,7 @@ MUTANTS = (
     MissesReplacedPrompts,
     ForgetsPreemption,
     ClipsAtThePlan,
+    DeliversWithoutAck,
     FinishesLast,
     NeverDemotes,
     HiddenMayBeAbsent,

@@ -161,6 +161,7 @@ class RealCache:
             policy=ModelCachePolicy(
                 needs_full_hidden_states=rules.needs_hidden, deferred_keys=rules.deferred, key_roles=roles
             ),
+            explicit_acks=rules.explicit_acks,
             keys=[KeySchema(key, schema.dtype, schema.row_shape) for key, schema in rules.schemas.items()],
             **settings,
         )
@@ -212,6 +213,9 @@ class RealCache:
     def reset(self) -> None:
         with _errors():
             self.cache.reset(cause="test")
+
+    def ack(self, req_id: str, upto: int) -> None:
+        self.cache.ack(req_id, upto)
 
     def held_unchanged(self) -> bool:
         """S3: whether all that was handed out since the last call still reads as it did then; lets go of it."""

@@ -44,7 +44,7 @@ class ReferenceCache(Delivery):
     """See the module."""
 
     def __init__(self, rules: Rules):
-        super().__init__(rules.block_size)
+        super().__init__(rules.block_size, rules.explicit_acks)
         self.rules = rules
         self.clock = 0
         self.epoch = 0

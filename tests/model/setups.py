@@ -41,7 +41,7 @@ def _setup(name: str, keys: dict[str, Schema], *, discovered: bool = False, **mo
         "needs_hidden": HIDDEN in keys,
         "schemas": {} if discovered else keys,
     }
-    for setting in ("depth", "roles", "deferred"):
+    for setting in ("depth", "roles", "deferred", "explicit_acks"):
         if setting in more:
             rules[setting] = more.pop(setting)
     return Setup(name, Rules(**rules), keys, reuse=not discovered, **more)
@@ -76,6 +76,7 @@ SETUPS = (
         settings={"arena_bytes": 1 << 16, "max_results": 16},
         depth=2,
     ),
+    _setup("acks", {HIDDEN: Schema("float32", (1,)), "ctx": Schema("int64", ())}, explicit_acks=True),
     _setup(
         "discovered",
         {HIDDEN: Schema("float32", (3,)), "x": Schema("bfloat16", (2,)), "y": Schema("bool", ())},

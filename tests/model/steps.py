@@ -112,6 +112,7 @@ class Rules:
     schemas: per-token keys opened at attach.
     roles: ``token`` or ``global`` for keys whose role the model declares (K2); the others are discovered.
     deferred: keys whose rows stay on the device until a flush (W3); no result depends on it.
+    explicit_acks: rows are delivered when ``ack`` says so, not when they are handed out (R3).
     """
 
     block_size: int = 4
@@ -121,6 +122,7 @@ class Rules:
     schemas: Mapping[str, Schema] = field(default_factory=dict)
     roles: Mapping[str, str] = field(default_factory=dict)
     deferred: frozenset[str] = frozenset()
+    explicit_acks: bool = False
 
 
 Merged = dict[str, dict[str, Any]]
@@ -147,3 +149,5 @@ class Cache(Protocol):
     def discard_step(self, step_id: int) -> None: ...
 
     def reset(self) -> None: ...
+
+    def ack(self, req_id: str, upto: int) -> None: ...

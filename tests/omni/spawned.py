@@ -1,6 +1,6 @@
 """An engine in processes of its own: ``python -m tests.omni.spawned CHECKPOINT``, told what to do line by line.
 
-    start      make the engine; answers its worker's process id and session
+    start      make an engine, also after the last one died; answers its worker's process id and session
     run        run a prompt twice, so that the second time hits; answers the hit
     stop       end
 
@@ -22,9 +22,10 @@ def answer(**values: Any) -> None:
 
 
 def start(checkpoint: Path) -> Any:
+    import vllm_omni  # noqa: F401  first: it changes vLLM's request classes, in every process alike
     from vllm import LLM
 
-    llm = LLM(**engine_arguments(checkpoint, "thinker"))
+    llm = LLM(**engine_arguments(checkpoint, "thinker", distributed_executor_backend="uni"))
     run(llm)  # the runner takes its manager up at the first real step
     answer(**llm.collective_rpc("session")[0])
     return llm
@@ -45,6 +46,7 @@ def main() -> None:
     for line in sys.stdin:
         command = line.strip()
         if command == "start":
+            llm = None
             llm = start(checkpoint)
         elif command == "run":
             answer(hit=run(llm))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,8 @@ def test_a_full_house_names_the_writes_that_are_stuck_and_their_state(daemon: An
         cache.discard_step(save(cache, 0))
         cache.session.wait_consumed(cache.session.log.head, 10.0, "the first step")
         os.kill(daemon.pid, signal.SIGSTOP)
+        while "T (stopped)" not in Path(f"/proc/{daemon.pid}/status").read_text():
+            os.sched_yield()
         try:
             for number in range(GEOMETRY.staging_depth):
                 begin(cache, view, f"b{number}", 0, [1])

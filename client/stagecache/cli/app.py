@@ -9,6 +9,8 @@ from typing import Annotated, Optional
 
 import typer
 
+from stagecache.cli.bench import bench
+
 app = typer.Typer(
     name="stagecache",
     no_args_is_help=True,
@@ -201,3 +203,6 @@ def reset(
     from stagecache.cli.control import show_reset
 
     show_reset(socket, stage, force=force, timeout_s=timeout)
+
+
+app.command(epilog=_examples("stagecache bench", "stagecache bench --only decode --requests 32 --rounds 30"))(bench)

@@ -34,7 +34,7 @@ def run(*, requests: int, hidden: int, dtype: str, report: Path, keep: bool) -> 
         show_error(error)
         return 2
     if outcome.ok:
-        out.print(f"[bold green]Every row is right[/]: {outcome.standard} as without prefix caching.")
+        out.print(f"[bold green]Every row is right[/]: {outcome.agreement} as without prefix caching.")
         return 0
     if outcome.wrong:
         show_error(f"{outcome.wrong} of {len(outcome.results)} requests have wrong or missing rows")

@@ -185,7 +185,13 @@ def _keys(state: Json) -> Table:
             entry[3] += key["rows_out"]
     used = max(state["daemon"]["used_bytes"], 1)
     table = Table(title="keys", title_justify="left", expand=True, box=None, header_style="dim", pad_edge=False)
-    for name, justify in (("key", "left"), ("memory", "right"), ("of all", "left"), ("present", "left"), ("read", "right")):
+    for name, justify in (
+        ("key", "left"),
+        ("memory", "right"),
+        ("of all", "left"),
+        ("present", "left"),
+        ("read", "right"),
+    ):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for name, (total, present, slots, read) in sorted(found.items(), key=lambda item: -item[1][0])[:12]:
         filled = present / slots if slots else 0.0

@@ -64,8 +64,8 @@ def columns(bars: Sequence[Bar], *, top: float, unit: str, label: str, x_label: 
     return _svg(out, label, x_label)
 
 
-def log_scatter(series: Sequence[Series], *, unit: str, label: str, x_label: str, width: int = WIDTH) -> str:
-    """Points over a logarithmic value axis; values at or below 0 are left out."""
+def log_times(series: Sequence[Series], *, label: str, x_label: str, width: int = WIDTH) -> str:
+    """Points over a logarithmic axis of milliseconds; values at or below 0 are left out."""
     values = [y for one in series for _, y, _ in one.points if y > 0]
     low = math.floor(math.log10(min(values, default=0.1)))
     high = max(low + 1, math.ceil(math.log10(max(values, default=10.0))))
@@ -77,7 +77,7 @@ def log_scatter(series: Sequence[Series], *, unit: str, label: str, x_label: str
     def y_of(y: float) -> float:
         return HEIGHT - _BOTTOM - (math.log10(y) - low) / (high - low) * (HEIGHT - _TOP - _BOTTOM)
 
-    out = [_grid([(y_of(10.0**power), f"{10.0**power:g}{unit}") for power in range(low, high + 1)], width)]
+    out = [_grid([(y_of(10.0**power), _milliseconds(10.0**power)) for power in range(low, high + 1)], width)]
     for one in series:
         for x, y, tip in one.points:
             if y > 0:
@@ -88,6 +88,10 @@ def log_scatter(series: Sequence[Series], *, unit: str, label: str, x_label: str
     ticks = [tick for tick in _linear_ticks(last, 8) if tick <= last]
     out += [_text(x_of(tick), HEIGHT - _BOTTOM + 17, f"{tick:,.0f}") for tick in ticks]
     return _svg(out, label, x_label, width)
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value / 1000:g} s" if value >= 1000 else f"{value:g} ms"
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:

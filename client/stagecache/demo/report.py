@@ -7,7 +7,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stagecache.demo.charts import Bar, Series, columns, legend, log_scatter
+from stagecache.demo.charts import Bar, Series, columns, legend, log_times
 from stagecache.demo.compare import RequestResult, Standard
 from stagecache.demo.engine import Recording, StepSample
 
@@ -46,6 +46,13 @@ class DemoOutcome:
         return bool(self.results) and all(result.ok for result in self.results)
 
     @property
+    def agreement(self) -> str:
+        """How the rows of right requests agree with those of the run without prefix caching."""
+        if all(result.verdict == "equal" for result in self.results):
+            return "the same bits"
+        return f"the same within {max(result.difference for result in self.results):.1e}"
+
+    @property
     def wrong(self) -> int:
         """Requests whose rows are not right or not all there."""
         right = (r.verdict in ("equal", "close") and r.from_cache == r.hit_tokens for r in self.results)
@@ -77,7 +84,7 @@ def render(outcome: DemoOutcome) -> str:
     results = outcome.results
     tokens, pooled = prompt_tokens(results), rows_from_cache(results)
     verdict = (
-        f"Every row is right: {outcome.standard} as without prefix caching"
+        f"Every row is right: {outcome.agreement} as without prefix caching"
         if outcome.ok
         else f"{outcome.wrong} of {len(results)} requests have wrong or missing rows"
         if outcome.wrong
@@ -157,7 +164,7 @@ def _step_chart(outcome: DemoOutcome) -> str:
         Series("engine step with prefix caching", _POOL, points(outcome.cached.steps, "with caching")),
         Series("added by the row cache", _SHIM, points(outcome.cached.steps, "row cache")),
     ]
-    chart = log_scatter(series, unit=" ms", label="Step time", x_label="step", width=1100)
+    chart = log_times(series, label="Step time", x_label="step", width=1100)
     text = (
         f"Time of each engine step. All steps together: {sum(s.step_s for s in outcome.uncached.steps):.2f} s without "
         f"prefix caching, {sum(s.step_s for s in outcome.cached.steps):.2f} s with it, and "
@@ -249,7 +256,7 @@ th.n.bar { padding-right:10px; } td.bar + td, th.bar + th { padding-left:14px; }
 td .good { color:var(--good); font-weight:600; } td .bad { color:var(--bad); font-weight:700; }
 dl { display:grid; grid-template-columns:max-content 1fr; gap:4px 22px; margin:8px 0 0; }
 dt { color:var(--soft); } dd { margin:0; }
-@media (max-width:820px) { .charts, dl { grid-template-columns:1fr; } dd { margin-bottom:6px; } }
+@media (max-width:820px) { .charts, dl { grid-template-columns:minmax(0,1fr); } dd { margin-bottom:6px; } }
 </style>
 <main>
 <header><h1>stagecache demo</h1>

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagecache.errors import AttachError, StageCacheError
 from stagecache.gates import check_stage, no_cache_reason, read_facts
+from stagecache.shim.scheduler import stage_name
 from stagecache.shim.sinks import consumers_from_env
 from stagecache.shim.steps import StepConsumers, StepHidden, StepRows, consumers, external_id, on_step
 
@@ -262,7 +263,7 @@ def _attach(runner: Any, config: Any, kv_cache_config: Any, block_size: int) -> 
     from stagecache import HIDDEN_KEY, Geometry, KeySchema, StageCache
 
     socket = os.environ["STAGECACHE_SOCKET"]
-    stage = os.environ.get("STAGECACHE_STAGE", "stage0")
+    stage = stage_name(config)
     model = config.model_config
     dtype = str(model.dtype).removeprefix("torch.")
     hidden = KeySchema(HIDDEN_KEY, dtype, (int(model.get_hidden_size()),))

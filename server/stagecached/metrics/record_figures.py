@@ -76,7 +76,7 @@ class RecordFigures:
         words[_KIND + kind] += 1
         if kind is Kind.SAVE or kind is Kind.FLUSH:
             self._observe(_SCATTER, now - begun_ns - gather_ns)
-        published = self._published(sequence)
+        published = self.published(sequence)
         if published and 0 <= now - published < MAX_LAG_NS:
             self._observe(_LAG, now - published)
         else:
@@ -85,7 +85,7 @@ class RecordFigures:
             RecordNote(sequence, kind, record.rows, len(record.gathers), published, begun_ns, now, gather_ns)
         )
 
-    def _published(self, sequence: int) -> int:
+    def published(self, sequence: int) -> int:
         """When the worker published a record; 0 where its entry of the ring has been used again."""
         words = self._words
         if words[layout.W_HEAD] - sequence >= layout.TIME_ENTRIES:

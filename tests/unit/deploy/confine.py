@@ -2,20 +2,21 @@
 
     python confine.py COMMAND...
 
-The unit's system-call filter (a call outside kills the process), no capabilities, no new privileges, no memory that is
+The unit's system-call filter, no capabilities, no new privileges, no memory that is
 writable and executable, its umask. What needs systemd as init is left out: mounts, address filters, control groups.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import subprocess
 import sys
 
 from tests.unit.deploy.files import unit
 
-ALLOW, KILL_PROCESS = 0x7FFF0000, 0x80000000
+ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_SET_MDWE = 24, 38, 65
 LAST_CAPABILITY = 63
 
@@ -42,7 +43,8 @@ def allowed_calls() -> set[str]:
 
 def confine() -> None:
     """Confine this process and what it becomes."""
-    calls = allowed_calls()
+    calls, number = allowed_calls(), unit().get("SystemCallErrorNumber")
+    refuse = ERRNO | getattr(errno, number[0]) if number else KILL_PROCESS
     libc = ctypes.CDLL(None, use_errno=True)
     seccomp = ctypes.CDLL("libseccomp.so.2")
     seccomp.seccomp_init.restype = ctypes.c_void_p
@@ -55,7 +57,7 @@ def confine() -> None:
         if libc.prctl(option, 1, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), f"prctl {option}")
     os.umask(int(unit()["UMask"][0], 8))
-    rules = seccomp.seccomp_init(KILL_PROCESS)
+    rules = seccomp.seccomp_init(refuse)
     for call in sorted(calls):
         number = seccomp.seccomp_syscall_resolve_name(call.encode())
         if number >= 0 and seccomp.seccomp_rule_add(rules, ALLOW, number, 0) != 0:

@@ -79,6 +79,7 @@ BAD: dict[str, tuple[Callable[[], Record], str]] = {
         lambda: Record(0, Kind.LOST, rows=64, runs=runs((0, 32), (0, 32))), "64 rows, at most 32"
     ),
     "begin with runs": (lambda: replace(hit(runs((0, 2)), (0, 1, 0)), runs=runs((0, 2))), "BEGIN carries runs"),
+    "reset to an epoch beyond a word": (lambda: Record(0, Kind.RESET, rows=1 << 63), "epoch 9223372036854775808 after"),
     "reset with runs": (lambda: Record(0, Kind.RESET, runs=runs((0, 2))), "RESET carries runs"),
     "close key with runs": (
         lambda: Record(0, Kind.CLOSE_KEY, keys=key_words((1, ROWS)), runs=runs((0, 1))), "CLOSE_KEY carries runs"

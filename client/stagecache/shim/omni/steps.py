@@ -27,6 +27,9 @@ _FIELDS = (
 class OmniStep(SchedulerStep):
     """A step whose negative counts are nothing to do (S4)."""
 
+    stagecache_epoch: int | None = None
+    """Of the scheduler-side shim; None where there is none."""
+
     @property
     def total_num_scheduled_tokens(self) -> int:
         """Tokens of the step."""
@@ -87,10 +90,12 @@ def _add_cached(cached: CachedRequests, req_id: str, computed: int, blocks: list
 def _completed(output: Any) -> OmniStep:
     """A scheduler output that lacks fields, as vLLM-Omni's manager takes them too, with the missing ones empty."""
     counts: Mapping[str, int] = getattr(output, "num_scheduled_tokens", None) or {}
-    return OmniStep(
+    completed = OmniStep(
         {req_id: int(count) for req_id, count in counts.items()},
         list(getattr(output, "scheduled_new_reqs", None) or ()),
         getattr(output, "scheduled_cached_reqs", None) or CachedRequests(),
         set(getattr(output, "finished_req_ids", None) or ()),
         getattr(output, "preempted_req_ids", None),
     )
+    completed.stagecache_epoch = getattr(output, "stagecache_epoch", None)
+    return completed
