@@ -28,7 +28,7 @@ RUN pip install --constraint constraints.txt hatchling \
     && find /opt/stagecache -depth -type d \( -name tests -o -name __pycache__ \) -exec rm -r {} + \
     && find /opt/stagecache -type f \( -name '*.pyi' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.c' \
         -o -name '*.h' -o -name '*.a' \) -delete \
-    && python -m compileall -q --invalidation-mode unchecked-hash /opt/stagecache/lib
+    && python -m compileall -q --invalidation-mode unchecked-hash -x 'pygments/(lexers|styles)/' /opt/stagecache/lib
 
 
 FROM ${PYTHON_IMAGE}

@@ -136,6 +136,10 @@ class LogWriter:
         consumed = self.consumed
         while self._in_ring and self._in_ring[0][0] <= consumed:
             self._tail = self._in_ring.popleft()[1]
+        if not self._in_ring and self._position % self._layout.payload_bytes:
+            # Nothing is in the ring: begin at its start, so that the longest payload finds room.
+            self._position += -self._position % self._layout.payload_bytes
+            self._tail = self._position
 
     def _wait_room(self, size: int, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

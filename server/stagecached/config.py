@@ -122,7 +122,7 @@ class Settings(BaseSettings):
     )
     tracing: bool = Field(
         default=False,
-        description="send a span of each record to an OpenTelemetry collector, which OTEL_EXPORTER_OTLP_ENDPOINT names; "
+        description="send a span of each record to the OpenTelemetry collector at OTEL_EXPORTER_OTLP_ENDPOINT; "
         "needs stagecache[tracing]",
     )
     log_format: LogFormat = Field(default="console", description="how log lines look")

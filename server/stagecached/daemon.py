@@ -162,7 +162,7 @@ def run(settings: Settings, make_consumer: ConsumerFactory = Consumer) -> None:
         StartError: it cannot start here.
     """
     os.umask(0o077)
-    finish: Callable[[], None] = lambda: None
+    finish: Callable[[], None] | None = None
     if settings.tracing:
         from stagecached.tracing import traced
 
@@ -175,4 +175,5 @@ def run(settings: Settings, make_consumer: ConsumerFactory = Consumer) -> None:
     try:
         uvloop.run(main())
     finally:
-        finish()
+        if finish is not None:
+            finish()

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from stagecache_wire import shm
+from stagecache_wire import presence, shm
 from stagecached import consumer as consumer_module
 from stagecached.consumer import Consumer
 from stagecached.keystore import KeyStore
@@ -67,7 +67,7 @@ def tear_stores(plan: Plan) -> None:
     close_key = SessionSegments.close_key
 
     def half_claim(self: KeyStore, span: Any, sequence: int, *, failed: bool) -> None:
-        self.claims[span.slots[: span.rows // 2]] = sequence << 2 | (2 if failed else 0)
+        self.claims[span.slots[: span.rows // 2]] = sequence << presence.CLAIM_SHIFT | (presence.FAILED if failed else 0)
         plan.reached("torn_claim")
         claim(self, span, sequence, failed=failed)
 
@@ -78,7 +78,7 @@ def tear_stores(plan: Plan) -> None:
         return scatter(self, page, span)
 
     def half_written(self: KeyStore, span: Any, sequence: int) -> None:
-        self.claims[span.slots[: span.rows // 2]] = sequence << 2 | 1
+        self.claims[span.slots[: span.rows // 2]] = sequence << presence.CLAIM_SHIFT | presence.WRITTEN
         plan.reached("torn_written")
         written(self, span, sequence)
 
@@ -89,7 +89,8 @@ def tear_stores(plan: Plan) -> None:
         return gather(self, span, slot_words, epoch_sequence, out)
 
     def half_flush(self: KeyStore, page: int, slots: Any, claims: Any, keep: Any) -> int:
-        some = keep & (range(len(slots)) < (len(slots) + 1) // 2 + 0 * slots)
+        some = keep.copy()
+        some[(len(slots) + 1) // 2 :] = False
         self._pool[slots[some]] = self._pages[page][: len(slots)][some]
         plan.reached("torn_flush")
         return flush(self, page, slots, claims, keep)
@@ -125,8 +126,8 @@ def tear_stores(plan: Plan) -> None:
 
 def printer(fd: int) -> Callable[[dict[str, Any]], None]:
     """A report that is one JSON line on ``fd``, written at once."""
-    return lambda event: void(os.write(fd, json.dumps(event).encode() + b"\n"))
 
+    def write(event: dict[str, Any]) -> None:
+        os.write(fd, json.dumps(event).encode() + b"\n")
 
-def void(_: object) -> None:
-    return None
+    return write

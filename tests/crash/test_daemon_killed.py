@@ -16,10 +16,9 @@ from stagecache_wire.shm import SHM_DIRECTORY
 from tests.crash.points import NAMED, TORN
 from tests.crash.run import Report, crash_run, kill_plan
 
-KILLS_A_POINT = 5
-RANDOM_KILLS = 100
+SOAK = pytest.mark.soak
 
-pytestmark = [pytest.mark.crash, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(1800)]
 
 
 def left_in_shared_memory(folder: Path) -> list[str]:
@@ -31,21 +30,23 @@ def told(report: Report) -> str:
     return f"{report.deaths} deaths, {report.steps} steps, {report.rows} rows checked, {report.took_s:.1f} s"
 
 
-def test_every_point_between_two_shared_stores_is_survived(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=SOAK)])
+def test_every_point_between_two_shared_stores_is_survived(tmp_path: Path, kills: int) -> None:
     points = sorted(NAMED | TORN)
-    report = crash_run(tmp_path, kill_plan(points, KILLS_A_POINT, seed=11), seed=11, deadline_s=150.0)
+    report = crash_run(tmp_path, kill_plan(points, kills, seed=kills), seed=kills, deadline_s=30.0 * kills)
     assert not report.wrong, f"{told(report)}: {report.wrong}"
-    assert {point: report.kills.get(point, 0) for point in points} == dict.fromkeys(points, KILLS_A_POINT)
+    assert {point: report.kills.get(point, 0) for point in points} == dict.fromkeys(points, kills)
     assert report.rows > 1000
     assert left_in_shared_memory(tmp_path) == []
 
 
-def test_a_hundred_deaths_at_random_moments_are_survived_by_two_workers(tmp_path: Path) -> None:
-    rng = Random(12)
-    plan = [{"after_s": rng.uniform(0.02, 0.16)} for _ in range(RANDOM_KILLS)]
-    report = crash_run(tmp_path, plan, seed=12, workers=2, deadline_s=150.0, workload={"passing_keys": False})
+@pytest.mark.parametrize("kills", [100, pytest.param(1000, marks=SOAK)])
+def test_deaths_at_random_moments_are_survived_by_two_workers(tmp_path: Path, kills: int) -> None:
+    rng = Random(kills)
+    plan = [{"after_s": rng.uniform(0.02, 0.16)} for _ in range(kills)]
+    report = crash_run(tmp_path, plan, seed=kills, workers=2, deadline_s=1.5 * kills, workload={"passing_keys": False})
     assert not report.wrong, f"{told(report)}: {report.wrong}"
-    assert report.deaths >= RANDOM_KILLS
+    assert report.deaths >= kills
     assert report.rows > 1000
     assert left_in_shared_memory(tmp_path) == []
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
 DEMO = [sys.executable, "-m", "stagecache.cli", "demo", "--requests", "24", "--hidden", "64"]
 SECONDS = 200
+
+
+@pytest.fixture
+def short_tmp() -> Iterator[Path]:
+    """The demo's directory for temporary files: short enough for a socket, and gone also where the demo was killed."""
+    directory = Path(tempfile.mkdtemp(prefix="stagecache-test-", dir="/tmp"))
+    yield directory
+    shutil.rmtree(directory)
 
 
 def demo_environment(engine_environment: dict[str, str], directory: Path) -> dict[str, str]:
@@ -88,12 +99,12 @@ def node_of(pid: int) -> str:
 
 
 def test_demo_shows_that_every_row_is_right_and_leaves_nothing(
-    engine_environment: dict[str, str], tmp_path: Path
+    engine_environment: dict[str, str], short_tmp: Path
 ) -> None:
-    report = tmp_path / "out" / "report.html"
+    report = short_tmp / "out" / "report.html"
     done = subprocess.run(
         [*DEMO, "--report", str(report)],
-        env=demo_environment(engine_environment, tmp_path),
+        env=demo_environment(engine_environment, short_tmp),
         capture_output=True,
         text=True,
         timeout=SECONDS,
@@ -112,12 +123,12 @@ def test_demo_shows_that_every_row_is_right_and_leaves_nothing(
     page = report.read_text()
     assert page.count("<svg") == 3
     assert not re.search(r"""(src|href)=["']|url\(|@import|https?://""", page)
-    assert not list(tmp_path.glob("stagecache-demo-*"))
+    assert not list(short_tmp.glob("stagecache-demo-*"))
 
 
-def test_ctrl_c_ends_the_demo_and_its_daemon(engine_environment: dict[str, str], tmp_path: Path) -> None:
-    demo = start(demo_environment(engine_environment, tmp_path), tmp_path)
-    daemon = wait_for_attached_daemon(demo, tmp_path)
+def test_ctrl_c_ends_the_demo_and_its_daemon(engine_environment: dict[str, str], short_tmp: Path) -> None:
+    demo = start(demo_environment(engine_environment, short_tmp), short_tmp)
+    daemon = wait_for_attached_daemon(demo, short_tmp)
     node = node_of(daemon)
     demo.send_signal(signal.SIGINT)
     output, _ = demo.communicate(timeout=60)
@@ -125,13 +136,13 @@ def test_ctrl_c_ends_the_demo_and_its_daemon(engine_environment: dict[str, str],
     assert demo.returncode in (130, -signal.SIGINT), output
     assert "Traceback" not in output
     assert wait_gone(daemon)
-    assert not list(tmp_path.glob("stagecache-demo-*"))
+    assert not list(short_tmp.glob("stagecache-demo-*"))
     assert names_of(node) == []
 
 
-def test_a_killed_demo_takes_its_daemon_along(engine_environment: dict[str, str], tmp_path: Path) -> None:
-    demo = start(demo_environment(engine_environment, tmp_path), tmp_path)
-    daemon = wait_for_attached_daemon(demo, tmp_path)
+def test_a_killed_demo_takes_its_daemon_along(engine_environment: dict[str, str], short_tmp: Path) -> None:
+    demo = start(demo_environment(engine_environment, short_tmp), short_tmp)
+    daemon = wait_for_attached_daemon(demo, short_tmp)
     node = node_of(daemon)
     os.kill(demo.pid, signal.SIGKILL)
     demo.communicate()
@@ -140,10 +151,10 @@ def test_a_killed_demo_takes_its_daemon_along(engine_environment: dict[str, str]
 
 
 def test_a_killed_daemon_fails_the_demo_and_the_next_start_sweeps(
-    engine_environment: dict[str, str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    engine_environment: dict[str, str], short_tmp: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    demo = start(demo_environment(engine_environment, tmp_path), tmp_path)
-    daemon = wait_for_attached_daemon(demo, tmp_path)
+    demo = start(demo_environment(engine_environment, short_tmp), short_tmp)
+    daemon = wait_for_attached_daemon(demo, short_tmp)
     node = node_of(daemon)
     os.kill(daemon, signal.SIGKILL)
     output, _ = demo.communicate(timeout=SECONDS)

@@ -122,7 +122,7 @@ def test_engine_in_its_own_processes_writes_the_same_rows(
 
 
 def test_a_killed_daemon_costs_rows_of_hits_and_never_gives_wrong_ones(run_scenario: Scenario, tmp_path: Path) -> None:
-    """Killed and started again, rows are there as before; while it is gone, only rows of hits are missing; and after."""
+    """Started again at once, rows are there as before; while it is gone, only rows of hits are missing."""
     answer = run_scenario("killed_daemon", tmp_path)
     prompts, errors = answer["prompts"], answer["errors"]
     assert set(answer["answered"]) == {3}

@@ -34,9 +34,10 @@ class Chromium:
 
         self._process = subprocess.Popen(
             [
-                BINARY, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
-                "--no-first-run", "--disable-extensions", "--disable-background-networking", "--disable-sync",
-                f"--user-data-dir={profile}", f"--window-size={width},{height}", "--remote-debugging-pipe", "about:blank",
+                BINARY, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+                "--hide-scrollbars", "--disable-extensions", "--disable-background-networking", "--disable-sync",
+                f"--user-data-dir={profile}", f"--window-size={width},{height}", "--remote-debugging-pipe",
+                "about:blank",
             ],
             preexec_fn=plumb, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip

@@ -35,9 +35,7 @@ def metrics_daemon(folder: Path, *arguments: str) -> Iterator[DaemonProcess]:
 
 def url_of(daemon: DaemonProcess) -> str:
     """Where the newest start of this daemon serves its page, with a slash at the end."""
-    return next(
-        word.removeprefix("url=") for word in reversed(daemon.log.split()) if word.startswith("url=http://")
-    )
+    return next(word.removeprefix("url=") for word in reversed(daemon.log.split()) if word.startswith("url=http://"))
 
 
 def get(url: str, timeout_s: float = 20.0) -> str:

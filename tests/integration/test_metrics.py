@@ -1,4 +1,4 @@
-"""Every figure moves: a daemon and its workers are driven down every path, and each exported series must have changed."""
+"""Every figure moves: a daemon and its workers go down every path, and each exported series must have changed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -258,7 +259,7 @@ def broken_session(scrapes: Scrapes) -> None:
     stage.step("a:[0]@0+1", k=1)
     scrapes.take()
     cache.cache.session.append(
-        Record(0, Kind.SAVE, page=0, rows=1, keys=key_words((99, KeyMode.ROWS)), runs=numpy_runs())
+        Record(0, Kind.SAVE, page=0, rows=1, keys=key_words((99, KeyMode.ROWS)), runs=runs([0, 1]))
     )
     poll_until(cache.cache.session.has_ended, "the session to fail")
     refused(lambda: cache.cache.session.rpc.merge(pb.MergeRequest(sequence=1), 5.0))
@@ -267,10 +268,8 @@ def broken_session(scrapes: Scrapes) -> None:
     cache.close()
 
 
-def numpy_runs() -> Any:
-    import numpy as np
-
-    return np.array([[0, 1]], np.uint32)
+def runs(*start_and_length: list[int]) -> Any:
+    return np.array(start_and_length, np.uint32)
 
 
 def refused_calls(scrapes: Scrapes) -> None:
@@ -317,13 +316,12 @@ def refused_calls(scrapes: Scrapes) -> None:
     unlocked = Rpc(handshake(socket, "worker"))
     refused(lambda: unlocked.attach(attach_request("r", 16), 5.0))  # worker lock free
     unlocked.close()
-    slow = stage_of(scrapes.daemon, {"stage": "slow"}, capacity=4096)
+    slow = stage_of(scrapes.daemon, {"stage": "slow", "num_blocks": 1 << 16})
     session = slow.cache.cache.session  # type: ignore[attr-defined]
-    for _ in range(900):
-        session.append(Record(0, Kind.RESET, rows=0))
-    with suppress(errors.StageCacheError):
-        for _ in range(20):
-            session.rpc.merge(pb.MergeRequest(sequence=session.log.head), 0.015)
+    every_slot = runs([0, 1 << 18])
+    for _ in range(900):  # a backlog of half a second and more
+        session.append(Record(0, Kind.LOST, rows=1 << 18, runs=every_slot))
+    refused(lambda: session.rpc.merge(pb.MergeRequest(sequence=session.log.head), 0.1))
     session.rpc.merge(pb.MergeRequest(sequence=1), 5.0)
     crowd = [stage_of(scrapes.daemon, {"stage": "crowd"}) for _ in range(3)]
     refused(lambda: stage_of(scrapes.daemon, {"stage": "crowd"}))  # --max-sessions

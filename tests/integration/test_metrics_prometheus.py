@@ -143,7 +143,9 @@ def test_a_real_prometheus_evaluates_every_rule_and_every_dashboard(tmp_path: Pa
             assert len(rules) == RULES.read_text().count(" expr:")
             bad = [(rule["name"], rule.get("lastError")) for rule in rules if rule["health"] != "ok"]
             assert not bad
-            silent = [rule["name"] for rule in rules if rule["type"] == "recording" and not prometheus.query(rule["name"])]
+            silent = [
+                rule["name"] for rule in rules if rule["type"] == "recording" and not prometheus.query(rule["name"])
+            ]
             assert not silent
             firing = {alert["metric"]["alertname"] for alert in prometheus.query('ALERTS{alertstate="firing"}')}
             assert firing <= {"StagecacheNotLocked"}, "nothing is wrong"

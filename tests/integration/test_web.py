@@ -66,6 +66,15 @@ class Load:
 
 # ---------------------------------------------------------------- the page
 
+INKED = """(id) => {
+    const canvas = document.getElementById(id), seen = new Set();
+    const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+    for (let i = 0; i < pixels.length; i += 4)
+        if (pixels[i + 3]) seen.add(pixels[i] << 16 | pixels[i + 1] << 8 | pixels[i + 2]);
+    return seen.size;
+}"""
+"""How many colours a canvas shows."""
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
@@ -86,14 +95,8 @@ def test_page_shows_a_daemon_at_work_in_both_themes_and_says_when_it_is_gone(tmp
                 before = page.run(steps)
                 page.wait(f"{steps} !== {json.dumps(before)}")  # live: by itself, without a reload
 
-                inked = (
-                    "((id) => { const c = document.getElementById(id), d = c.getContext('2d')"
-                    ".getImageData(0, 0, c.width, c.height).data; const seen = new Set();"
-                    "for (let i = 0; i < d.length; i += 4) if (d[i + 3]) seen.add(d[i] << 16 | d[i + 1] << 8 | d[i + 2]);"
-                    "return seen.size })"
-                )
                 for drawing, colours in (("chart-ratio", 4), ("chart-tokens", 4), ("pool", 3), ("strip", 1)):
-                    page.wait(f"{inked}('{drawing}') >= {colours}")
+                    page.wait(f"({INKED})('{drawing}') >= {colours}")
 
                 page.run("document.querySelectorAll('#sessions tbody tr')[1].click()")
                 page.wait("document.querySelector('#pool-of').textContent === 'of thinker #0'")
@@ -127,7 +130,9 @@ def test_page_shows_a_daemon_at_work_in_both_themes_and_says_when_it_is_gone(tmp
                 for width in (1440, 820, 390):
                     page.size(width, 900)
                     page.wait(f"document.documentElement.clientWidth === {width}")
-                    assert page.run("document.documentElement.scrollWidth") <= width, f"no sideways scrolling at {width}"
+                    assert page.run("document.documentElement.scrollWidth") <= width, (
+                        f"no sideways scrolling at {width}"
+                    )
                 assert page.console == []
                 resources = page.run("performance.getEntriesByType('resource').map(entry => entry.name)")
                 assert all(name.startswith(url_of(daemon)) for name in resources), "nothing comes from elsewhere"
@@ -238,6 +243,7 @@ def test_slow_and_many_connections_do_not_stop_the_daemon(served: DaemonProcess)
     open_ones = [sockets.create_connection((where.hostname, where.port), timeout=20) for _ in range(100)]
     for one in open_ones[:50]:
         one.sendall(b"GET /metrics HT")
+    assert get_unix(served.paths.http_socket, "/healthz") == (200, "ok\n")
     for one in open_ones:
         one.close()
     deadline = time.monotonic() + 20

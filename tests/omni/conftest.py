@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,3 +58,17 @@ def stage(make_stage: MakeStage) -> Stage:
 def peer(stage: Stage) -> bool:
     """Whether the manager under test is vLLM-Omni's own."""
     return stage.cache.kind == "peer"  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def shim_log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the shim warns of, whatever the engine did to its loggers."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm.stagecache")
+    monkeypatch.setattr(logger, "handlers", [*logger.handlers, handler])
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    monkeypatch.setattr(logger.manager, "disable", 0)
+    logger.manager._clear_cache()  # type: ignore[attr-defined]
+    return lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -271,20 +270,16 @@ def no_daemon(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "nobody.sock")
 
 
-def test_without_a_daemon_the_stage_falls_back_with_one_warning(
-    no_daemon: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_daemon_the_stage_falls_back_with_one_warning(no_daemon: str, shim_log: list[str]) -> None:
     runner = Runner()
-    with caplog.at_level(logging.WARNING):
-        runner.lay_out()
-        attach.prepare(runner)
-        step_id = first_step(runner)
+    runner.lay_out()
+    attach.prepare(runner)
+    step_id = first_step(runner)
     assert type(runner.omni_prefix_cache) is OmniPrefixCacheManager
     assert runner._prefix_cache_materialize(step_id, ["a"])[0]["a"].shape == (3, HIDDEN)
-    warnings = [record.getMessage() for record in caplog.records if record.name == "vllm.stagecache"]
-    assert len(warnings) == 1
-    assert no_daemon in warnings[0]
-    assert "in-process prefix cache" in warnings[0]
+    [warning] = shim_log
+    assert no_daemon in warning
+    assert "in-process prefix cache" in warning
     runner.omni_prefix_cache.shutdown()
 
 
@@ -297,18 +292,16 @@ def test_a_required_daemon_that_is_not_there_stops_the_engine(no_daemon: str, mo
     assert isinstance(error.value, OmniPrefixCacheUnmatchError)
 
 
-def test_a_refused_attach_falls_back_too(
-    socket: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_refused_attach_falls_back_too(socket: str, shim_log: list[str]) -> None:
     """Here: a pool that no /dev/shm holds."""
     runner = Runner()
     runner.lay_out()
     runner._omni_prefix_cache_cfg = PrefixCacheConfig(num_blocks=1 << 28, block_size=BLOCK)
-    with caplog.at_level(logging.WARNING):
-        prepared = attach.prepare(runner)
+    prepared = attach.prepare(runner)
     assert prepared is not None
     assert prepared.manager is None
-    assert "MiB" in caplog.text
+    [warning] = shim_log
+    assert "MiB" in warning
 
 
 def test_with_the_variable_unset_a_patched_mixin_builds_vllm_omnis(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,8 @@ def test_a_full_house_names_the_writes_that_are_stuck_and_their_state(daemon: An
         cache.discard_step(save(cache, 0))
         cache.session.wait_consumed(cache.session.log.head, 10.0, "the first step")
         os.kill(daemon.pid, signal.SIGSTOP)
-        while "T (stopped)" not in Path(f"/proc/{daemon.pid}/status").read_text():
+        tasks = list(Path(f"/proc/{daemon.pid}/task").glob("*/status"))
+        while any("T (stopped)" not in task.read_text() for task in tasks):
             os.sched_yield()
         try:
             for number in range(GEOMETRY.staging_depth):

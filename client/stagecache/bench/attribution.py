@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 from stagecache import cache as cache_module
@@ -92,19 +93,23 @@ def counted_moves(moved: dict[str, int]) -> Iterator[None]:
 
 
 def attribute(ours: Ours, workload: Workload, lane: Lane, blocks: int = 3) -> tuple[dict[str, float], dict[str, int]]:
-    """Microseconds a step of each part, daemon included, and bytes moved a block by engine and daemon."""
+    """Microseconds a step of each part (medians; the daemon's are means), and bytes moved a block by both sides."""
     spent: dict[str, int] = defaultdict(int)
+    by_step: dict[str, list[int]] = defaultdict(list)
     moved: dict[str, int] = {}
     steps = 0
     daemon = _daemon_words(ours)
     with _clocks(ours.cache, spent), counted_moves(moved):
         for _ in range(blocks):
             for step in workload.block(lane):
+                spent.clear()
                 run_step(ours, step)
                 steps += 1
+                for what, nanoseconds in spent.items():
+                    by_step[what].append(nanoseconds)
     settle(ours)
     after = {name: value - daemon[name] for name, value in _daemon_words(ours).items()}
-    parts = {what: nanoseconds / steps / 1e3 for what, nanoseconds in spent.items()}
+    parts = {what: median(nanoseconds) / 1e3 for what, nanoseconds in by_step.items()}
     parts |= {f"daemon: {name}": after[name] / steps / 1e3 for name in ("busy", "scatter", "gather")}
     bytes_moved = {
         "engine": moved.get("engine", 0) // blocks,

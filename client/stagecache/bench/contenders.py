@@ -40,7 +40,7 @@ class Contender(ABC):
     def materialize(self, step: int, req_ids: list[str]) -> Any:
         """Outputs by request: ``hidden_states`` and ``mm_outputs``, as both caches give them."""
 
-    def quiet(self) -> None:
+    def quiet(self) -> None:  # noqa: B027  most have nothing to ask
         """Wait for what it does elsewhere, as far as it can tell."""
 
     @abstractmethod

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from stagecache.bench.attribution import counted_moves
 from stagecache.bench.contenders import Contender
-from stagecache.bench.measure import Step
+from stagecache.bench.measure import Step, settle
 
 _EMPTY = "empty"
 
@@ -33,65 +33,71 @@ class CountedStep:
     by_name: Counter[str]
 
 
-def count_step(contender: Contender, step: Step) -> CountedStep:
-    """Drive one step and count. The step's plan is made before."""
+def count_step(contender: Contender, steps: Sequence[Step]) -> CountedStep:
+    """The cheapest of ``steps``, which are driven in order: some steps now and then do what others left.
+
+    Each is driven right after one that is not counted, and counted once for calls, once for copies and memory.
+    """
+    counts = []
+    for step in steps:
+        settle(contender)
+        _drive(contender, step)
+        python, native = _calls(contender, step)
+        moved: dict[str, int] = {}
+        with counted_moves(moved):
+            before = sys.getallocatedblocks()
+            kept = _drive(contender, step)
+            held = sys.getallocatedblocks() - before
+            del kept
+        counts.append(
+            CountedStep(
+                sum(python.values()),
+                sum(native.values()),
+                sum(times for name, times in native.items() if name.rpartition(".")[2] == _EMPTY),
+                moved.get("copies", 0),
+                moved.get("engine", 0),
+                held,
+                python + native,
+            )
+        )
+    return min(counts, key=lambda count: count.python_calls + count.c_calls)
+
+
+def _drive(contender: Contender, step: Step) -> Any:
+    drive, kept = _prepared(contender, step)
+    drive()
+    return kept
+
+
+def _prepared(contender: Contender, step: Step) -> tuple[Callable[[], None], list[Any]]:
+    """What drives the step, its plan made before; and where its outputs will be."""
     plan = contender.batch.plan(step.requests, step.counts)
     ids, count = list(contender.batch.ids), plan.total_num_scheduled_tokens
+    kept: list[Any] = [None]
+
+    def drive_step() -> None:
+        contender.begin(plan)
+        kept[0] = contender.materialize(contender.save(step.rows, count), ids)
+
+    return drive_step, kept
+
+
+def _calls(contender: Contender, step: Step) -> tuple[Counter[str], Counter[str]]:
+    """Python calls and C calls of a step by name, without those of the bench itself."""
     python: Counter[str] = Counter()
     native: Counter[str] = Counter()
-    kept: list[Any] = []
-
-    def drive() -> None:
-        contender.begin(plan)
-        kept.append(contender.materialize(contender.save(step.rows, count), ids))
+    drive, _ = _prepared(contender, step)
 
     def profile(frame: Any, event: str, argument: Any) -> None:
-        if event == "call":
-            name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
-            python[name] += 1
-        elif event == "c_call":
+        if event == "call" and not frame.f_globals["__name__"].startswith("stagecache.bench"):
+            python[getattr(frame.f_code, "co_qualname", frame.f_code.co_name)] += 1
+        elif event == "c_call" and argument is not sys.setprofile:
             native[getattr(argument, "__qualname__", repr(argument))] += 1
 
-    _profiled(drive, profile)
-    held = _held_blocks(contender, step)
-    python.subtract({name: 1 for name in (drive.__qualname__, drive.__name__) if name in python})
-    native.subtract({"setprofile": 1, "list.append": 1})
-    python -= Counter(
-        {name: times for name, times in python.items() if name.startswith((type(contender).__name__ + ".",))}
-    )
-    moved: dict[str, int] = {}
-    with counted_moves(moved):
-        _drive_plainly(contender, step)
-    return CountedStep(
-        sum(python.values()),
-        sum(native.values()),
-        native[_EMPTY],
-        moved.get("copies", 0),
-        moved.get("engine", 0),
-        held,
-        python + native,
-    )
-
-
-def _profiled(drive: Callable[[], None], profile: Callable[[Any, str, Any], None]) -> None:
     before = sys.getprofile()
     sys.setprofile(profile)
     try:
         drive()
     finally:
         sys.setprofile(before)
-
-
-def _held_blocks(contender: Contender, step: Step) -> int:
-    before = sys.getallocatedblocks()
-    kept = _drive_plainly(contender, step)
-    held = sys.getallocatedblocks() - before
-    del kept
-    return held
-
-
-def _drive_plainly(contender: Contender, step: Step) -> Any:
-    plan = contender.batch.plan(step.requests, step.counts)
-    ids, count = list(contender.batch.ids), plan.total_num_scheduled_tokens
-    contender.begin(plan)
-    return contender.materialize(contender.save(step.rows, count), ids)
+    return python, native

@@ -34,8 +34,9 @@ def peer_missing() -> str | None:
             return None
         return f"the peer of these figures is vLLM-Omni {PEER_VERSION}, and {found} is installed here"
     return (
-        f"the peer of these figures, vLLM-Omni {PEER_VERSION}, is not installed here. In a checkout, `make bench` makes "
-        "an environment that has it; elsewhere `pip install vllm-omni==0.30.0` beside vLLM, or leave it out: --no-peer"
+        f"the peer of these figures, vLLM-Omni {PEER_VERSION}, is not installed here. In a checkout, `make bench` "
+        f"makes an environment that has it; elsewhere `pip install vllm-omni=={PEER_VERSION}` beside vLLM, or leave it "
+        "out: --no-peer"
     )
 
 

@@ -15,11 +15,14 @@ from stagecache.bench.figures import CaseFigures, Spread
 from stagecache.bench.run import BenchResult
 from stagecache.bench.targets import targets
 
+_PIPE_WIDTH = 168
 _UNITS = {"step": "a step", "block": "a prompt", "mean": "a step, flushes included"}
 
 
 def show(result: BenchResult, out: Console) -> None:
-    """Print all tables."""
+    """Print all tables; into a file or a pipe in a width that keeps them readable."""
+    if not out.is_terminal:
+        out = Console(highlight=False, file=out.file, width=_PIPE_WIDTH)
     machine = result.machine
     out.print(
         f"\n{machine['processor']}, {machine['cpus']} CPUs, load {machine['load_at_start']:.1f} to "

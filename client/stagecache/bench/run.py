@@ -32,7 +32,11 @@ Say = Callable[[str], None]
 
 @dataclass
 class BenchOptions:
-    """What to measure. Empty ``only``: all workloads. rounds: turns of each contender; steps: decode steps a turn."""
+    """What to measure. Empty ``only``: all workloads.
+
+    rounds: turns of each contender. steps: decode steps a turn. seconds: how long sessions run. torch_threads: 0 for
+    torch's own choice.
+    """
 
     only: Sequence[str] = ()
     requests: Sequence[int] = (32, 256)
@@ -48,6 +52,7 @@ class BenchOptions:
     rounds: int = 12
     steps: int = 8
     seconds: float = 4.0
+    torch_threads: int = 0
     peer: bool = True
 
 
@@ -125,6 +130,8 @@ def run_bench(options: BenchOptions, say: Say) -> BenchResult:
     if options.peer:
         say("importing vLLM-Omni")
         from stagecache.bench.peer import Peer  # noqa: F401  its import takes seconds, and is no part of any figure
+    if options.torch_threads:
+        torch.set_num_threads(options.torch_threads)
     result = BenchResult(_machine(), {})
     with tempfile.TemporaryDirectory(prefix="stagecache-bench-") as folder, LocalDaemon(Path(folder)) as daemon:
         pid = daemon.pid
@@ -198,13 +205,14 @@ def _contenders(workload: Workload, socket: Path, options: BenchOptions) -> list
 
 
 def _warm_up(contender: Contender, lane: Lane, workload: Workload, figures: ContenderFigures) -> None:
-    """Write what later blocks hit, then one block; its first step is kept as the first one of its kind."""
+    """Write what later blocks hit, then two blocks. The first step with a hit is kept by itself."""
     for step in workload.prepare(lane):
         _, outputs, ids = run_step(contender, step)
         check(contender, step, outputs, ids)
     settle(contender)
     block = run_block(contender, workload.block(lane), None)
-    figures.first = block.steps[0]
+    if workload.has_hits:
+        figures.first = block.steps[0]
     run_block(contender, workload.block(lane), None)
 
 

@@ -46,6 +46,11 @@ def _find(result: BenchResult, workload: str, **parameters: Any) -> CaseFigures 
     return None
 
 
+def _of(case: CaseFigures | None, what: str) -> float | None:
+    found: float | None = getattr(case, what) if case is not None else None
+    return found
+
+
 def _line(
     what: str, command: str, bound: float, found: float | None, *, most: bool = False, unit: str = "x", digits: int = 1
 ) -> Target:
@@ -70,7 +75,7 @@ def _decode(result: BenchResult) -> list[Target]:
             )
         )
         lines.append(
-            _line(f"decode, {requests} requests: engine process' CPU, less", command, 10.0, case and case.cpu_ratio)
+            _line(f"decode, {requests} requests: engine process' CPU, less", command, 10.0, _of(case, "cpu_ratio"))
         )
         lines.append(_daemon_under_saving(requests, command, case))
     growth = None
@@ -112,7 +117,7 @@ def _hits(result: BenchResult) -> list[Target]:
                 f"hit of 2048 tokens, {how}: faster than the peer",
                 command.format(f"{forward:g}"),
                 bound,
-                case and case.ratio,
+                _of(case, "ratio"),
             )
         )
         first = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
@@ -34,6 +34,9 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each contender.")] = 12,
     steps: Annotated[int, typer.Option(min=1, max=32, help="Decode steps a turn.")] = 8,
     seconds: Annotated[float, typer.Option(min=0.2, help="How long sessions run.")] = 4.0,
+    torch_threads: Annotated[
+        int, typer.Option(min=0, help="Threads of torch, which the peer copies with; 0: torch's choice.")
+    ] = 0,
     full: Annotated[bool, typer.Option("--full", help="Every value of every option; takes long.")] = False,
     peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Measure vLLM-Omni's in-process manager too.")] = True,
     json: Annotated[Path, typer.Option(help="Where the JSON goes.", dir_okay=False)] = Path("stagecache-bench.json"),
@@ -65,31 +68,29 @@ def bench(
         "num_blocks": num_blocks,
         "sessions": sessions,
     }
-    raise typer.Exit(_run(chosen, only or [], rounds, steps, seconds, full=full, peer=peer, json=json))
+    options = {
+        "only": only or (),
+        "rounds": rounds,
+        "steps": steps,
+        "seconds": seconds,
+        "torch_threads": torch_threads,
+        "peer": peer,
+    }
+    raise typer.Exit(_run(chosen, options, full=full, json=json))
 
 
-def _run(
-    chosen: dict[str, list[int] | list[float] | None],
-    only: list[str],
-    rounds: int,
-    steps: int,
-    seconds: float,
-    *,
-    full: bool,
-    peer: bool,
-    json: Path,
-) -> int:
+def _run(chosen: dict[str, Any], options: dict[str, Any], *, full: bool, json: Path) -> int:
     from stagecache.bench.report import show, write_json
     from stagecache.bench.run import FULL, BenchOptions, WrongRowsError, run_bench
     from stagecache.errors import StageCacheError
 
-    options = BenchOptions(only=only, rounds=rounds, steps=steps, seconds=seconds, peer=peer)
+    wanted = BenchOptions(**options)
     for name, values in chosen.items():
         if values or full:
-            setattr(options, name, values or FULL[name])
+            setattr(wanted, name, values or FULL[name])
     try:
         with err.status("starting") as status:
-            result = run_bench(options, status.update)
+            result = run_bench(wanted, status.update)
     except (StageCacheError, WrongRowsError, ValueError) as error:
         show_error(error)
         return 1

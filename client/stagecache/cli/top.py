@@ -26,6 +26,7 @@ Json = dict[str, Any]
 HISTORY: Final = 60
 _SPARKS: Final = " ▁▂▃▄▅▆▇█"
 _ERRORS: Final = 5
+NOTHING: Final = "-"
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -58,7 +59,7 @@ def read_state(socket: Path, timeout_s: float) -> Json:
         return state
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise DaemonUnavailableError(
-            f"no stagecached at {socket}: {error}.",
+            f"no stagecached at {socket}: {getattr(error, 'strerror', None) or error}.",
             remedy=f"Start one with `stagecached --socket {socket}`, as the same user.",
         ) from error
     finally:
@@ -96,9 +97,9 @@ def hit_ratio(sessions: list[Json]) -> float | None:
 
 def frame(state: Json, ratios: deque[float | None]) -> RenderableType:
     """Everything as one renderable."""
-    parts: list[RenderableType] = [_head(state), _glance(state, ratios)]
+    parts: list[RenderableType] = [_head(state), Text(), _glance(state, ratios), Text()]
     if state["sessions"]:
-        parts += [_sessions(state["sessions"]), _keys(state)]
+        parts += [_sessions(state["sessions"]), Text(), _keys(state)]
     else:
         parts.append(Text("No worker is attached.", style="dim"))
     parts.append(_errors(state))
@@ -225,7 +226,7 @@ def _errors(state: Json) -> RenderableType:
 def bar(share: float, width: int, style: str) -> Text:
     """A bar of ``width`` cells."""
     filled = round(min(max(share, 0.0), 1.0) * width)
-    return Text.assemble(("━" * filled, style), ("━" * (width - filled), "grey30"))
+    return Text.assemble(("━" * filled, style), ("╌" * (width - filled), "grey50"))
 
 
 def spark(values: deque[float | None]) -> str:
@@ -234,11 +235,12 @@ def spark(values: deque[float | None]) -> str:
 
 
 def percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.0f} %"
+    """``83 %``; a dash for nothing."""
+    return NOTHING if value is None else f"{100 * value:.0f} %"
 
 
 def count(value: float) -> str:
-    """``12.3 k``"""
+    """A number in short: ``12.3 k``."""
     for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= 10 * scale or (unit != "k" and value >= scale):
             return f"{value / scale:.1f} {unit}"
@@ -246,7 +248,7 @@ def count(value: float) -> str:
 
 
 def size(value: float) -> str:
-    """``1.5 GiB``"""
+    """Bytes in short: ``1.5 GiB``."""
     for unit, scale in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if value >= 1 << scale:
             return f"{value / (1 << scale):.1f} {unit}"
@@ -256,7 +258,7 @@ def size(value: float) -> str:
 def seconds(value: float | None) -> str:
     """``340 µs``, ``1.2 ms``, ``2.0 s``."""
     if value is None:
-        return "–"
+        return NOTHING
     if value < 1e-3:
         return f"{value * 1e6:.0f} µs"
     return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.1f} s"

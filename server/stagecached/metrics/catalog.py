@@ -75,7 +75,7 @@ def _metric(
 def _daemon() -> None:
     _metric("stagecache_build_info", "gauge", "Always 1; what runs.", ("version", "abi", "python"))
     _metric("stagecache_start_time_seconds", "gauge", "Unix time at which the daemon started.")
-    _metric("stagecache_daemon_memory_bytes", "gauge", "Resident memory of the daemon; shared: pools and other segments.",
+    _metric("stagecache_daemon_memory_bytes", "gauge", "Resident memory of the daemon; shared: pools and other parts.",
             kind=MEMORY_KINDS)  # fmt: skip
     _metric("stagecache_budget_bytes", "gauge", "Shared memory that all sessions together may take.")
     _metric("stagecache_budget_used_bytes", "gauge", "Shared memory that sessions take or have set aside.")
@@ -84,7 +84,9 @@ def _daemon() -> None:
     _metric("stagecache_sessions", "gauge", "Attached sessions.", state=SESSION_STATES)
     _metric("stagecache_schedulers", "gauge", "Scheduler-side shims that watch for resets.")
     _metric("stagecache_session_events_total", "counter", "What happened to sessions.", event=SESSION_EVENTS)
-    _metric("stagecache_rpc_seconds", "histogram", "Time of a gRPC call in the daemon.", (), CALL_BOUNDS_S, method=METHODS)
+    _metric(
+        "stagecache_rpc_seconds", "histogram", "Time of a gRPC call in the daemon.", (), CALL_BOUNDS_S, method=METHODS
+    )
     _metric("stagecache_rpc_refused_total", "counter", "gRPC calls that were refused.", reason=REASONS)
     _metric("stagecache_loop_lag_seconds", "histogram", "How late the event loop wakes up.", (), CALL_BOUNDS_S)
     _metric("stagecache_gc_pause_seconds", "histogram", "Pauses of the garbage collector.", (), CALL_BOUNDS_S,
@@ -103,7 +105,9 @@ def _session() -> None:
     _metric("stagecache_staging_pages", "gauge", "Steps that may be unconsumed at once.", SESSION)
     _metric("stagecache_unconsumed_steps", "gauge", "Steps neither materialized nor discarded.", SESSION)
     _metric("stagecache_log_depth", "gauge", "Records that wait for the daemon.", SESSION)
-    _metric("stagecache_log_oldest_seconds", "gauge", "Age of the oldest record that waits; 0 where none does.", SESSION)
+    _metric(
+        "stagecache_log_oldest_seconds", "gauge", "Age of the oldest record that waits; 0 where none does.", SESSION
+    )
     _metric("stagecache_memory_bytes", "gauge", "Shared memory of a session.", SESSION, purpose=PURPOSES)
     _metric("stagecache_arena_bytes", "gauge", "Size of the merge arena.", SESSION)
     _metric("stagecache_arena_used_bytes", "gauge", "Arena bytes in use, by steps and by leases.", SESSION)
@@ -124,7 +128,9 @@ def _work() -> None:
     _metric("stagecache_hit_tokens_total", "counter", "Tokens whose rows came from the pools.", SESSION)
     _metric("stagecache_prefill_tokens_total", "counter", "Tokens computed but for one a request and step.", SESSION)
     _metric("stagecache_computed_tokens_total", "counter", "Tokens whose rows a step brought.", SESSION)
-    _metric("stagecache_queried_tokens_total", "counter", "Hit tokens and prefill tokens: what could have hit.", SESSION)
+    _metric(
+        "stagecache_queried_tokens_total", "counter", "Hit tokens and prefill tokens: what could have hit.", SESSION
+    )
     _metric("stagecache_rows_total", "counter", "Rows of all keys, by their way; of leftovers the values.", SESSION,
             path=PATHS)  # fmt: skip
     _metric("stagecache_bytes_total", "counter", "Bytes of these rows.", SESSION, path=PATHS)
@@ -169,7 +175,9 @@ def _keys() -> None:
 
 def _index() -> None:
     """Shown by a daemon that has a block index."""
-    _metric("stagecache_index_blocks", "gauge", "Blocks of the index; cached ones may still be hit.", state=INDEX_STATES)
+    _metric(
+        "stagecache_index_blocks", "gauge", "Blocks of the index; cached ones may still be hit.", state=INDEX_STATES
+    )
     _metric("stagecache_index_evictions_total", "counter", "Blocks whose content went.", cause=EVICTIONS)
     _metric("stagecache_index_leases", "gauge", "Spans that are held.")
 

@@ -147,4 +147,3 @@ def _published(words: memoryview, head: int, consumed: int) -> int:
         return 0
     sequence = max(consumed + 1, head - layout.TIME_ENTRIES + 1)
     return int(words[layout.W_TIMES + (sequence - 1) % layout.TIME_ENTRIES])
-

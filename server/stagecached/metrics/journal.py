@@ -89,7 +89,8 @@ class Journal:
     def newest(self) -> list[Entry]:
         """Newest first."""
         with self._lock:
-            return sorted(self._entries, key=lambda entry: entry.at, reverse=True)
+            numbered = sorted(enumerate(self._entries), key=lambda item: (item[1].at, item[0]), reverse=True)
+        return [entry for _, entry in numbered]
 
     def notice(self, folds: list[SessionFold]) -> None:
         """Note what counters of workers say happened since the last call."""

@@ -57,9 +57,7 @@ class Totals:
         values, keys = session_values(fold), key_values(fold)
         self.sessions[name] = _plus(values, self.sessions.pop(name, None), _SESSION_TOTALS)
         before = self.keys.pop(name, {})
-        self.keys[name] = before | {
-            key: _plus(mine, before.get(key), _KEY_TOTALS) for key, mine in keys.items()
-        }
+        self.keys[name] = before | {key: _plus(mine, before.get(key), _KEY_TOTALS) for key, mine in keys.items()}
         while len(self.sessions) > MAX_KEPT:
             oldest = next(iter(self.sessions))
             del self.sessions[oldest]
@@ -74,9 +72,7 @@ class Totals:
         """The same of its keys, by name."""
         name = (fold.stage, fold.replica)
         before = self.keys.get(name, {})
-        return {
-            key: _plus(values, before.get(key), _KEY_TOTALS) for key, values in key_values(fold).items()
-        }
+        return {key: _plus(values, before.get(key), _KEY_TOTALS) for key, values in key_values(fold).items()}
 
 
 def session_values(fold: SessionFold) -> Values:
@@ -93,6 +89,4 @@ def _plus(values: Values, before: Values | None, totals: tuple[bool, ...]) -> Va
     """``values`` with what earlier sessions of that name left; gauges as they are."""
     if before is None:
         return values
-    return [
-        value + earlier if total else value for value, earlier, total in zip(values, before, totals, strict=True)
-    ]
+    return [value + earlier if total else value for value, earlier, total in zip(values, before, totals, strict=True)]

@@ -21,6 +21,7 @@ import structlog
 
 MAX_HEAD_BYTES: Final = 16 << 10
 MAX_CONNECTIONS: Final = 64
+"""Of one socket: who fills the port does not shut out who comes through the Unix socket."""
 HEAD_TIMEOUT_S: Final = 10.0
 IDLE_TIMEOUT_S: Final = 75.0
 SEND_TIMEOUT_S: Final = 20.0
@@ -73,7 +74,7 @@ class HttpServer:
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
         self._servers: list[asyncio.AbstractServer] = []
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: list[set[asyncio.Task[None]]] = []
 
     async def start_tcp(self, address: str, port: int) -> tuple[str, int]:
         """Listen on an address; port 0 takes a free one. Returns what it is bound to.
@@ -81,39 +82,41 @@ class HttpServer:
         Raises:
             OSError: the address or port cannot be had.
         """
-        local = _is_loopback(address)
-        server = await asyncio.start_server(
-            lambda reader, writer: self._accept(reader, writer, local), address, port, limit=MAX_HEAD_BYTES
-        )
+        accept = self._acceptor(local=_is_loopback(address))
+        server = await asyncio.start_server(accept, address, port, limit=MAX_HEAD_BYTES)
         self._servers.append(server)
         bound = server.sockets[0].getsockname()
         return str(bound[0]), int(bound[1])
 
     async def start_unix(self, path: Path) -> None:
-        """Listen on a Unix socket; who may is the caller's business. A file that is there is replaced."""
-        path.unlink(missing_ok=True)
-        self._servers.append(
-            await asyncio.start_unix_server(
-                lambda reader, writer: self._accept(reader, writer, False), str(path), limit=MAX_HEAD_BYTES
-            )
-        )
+        """Listen on a Unix socket, at a path where nothing is; who may is the caller's business."""
+        accept = self._acceptor(local=False)
+        self._servers.append(await asyncio.start_unix_server(accept, str(path), limit=MAX_HEAD_BYTES))
 
     async def stop(self) -> None:
         """Stop listening and end every connection."""
         for server in self._servers:
             server.close()
-        for task in list(self._connections):
+        open_ones = [task for tasks in self._connections for task in tasks]
+        for task in open_ones:
             task.cancel()
-        if self._connections:
-            await asyncio.wait(list(self._connections), timeout=1.0)
+        if open_ones:
+            await asyncio.wait(open_ones, timeout=1.0)
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, local: bool) -> None:
-        if len(self._connections) >= MAX_CONNECTIONS:
-            writer.close()
-            return
-        task = asyncio.get_running_loop().create_task(self._serve(reader, writer, local))
-        self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
+    def _acceptor(self, *, local: bool) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]:
+        """What a listening socket calls for each connection. local: it is bound to a loopback address."""
+        tasks: set[asyncio.Task[None]] = set()
+        self._connections.append(tasks)
+
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if len(tasks) >= MAX_CONNECTIONS:
+                writer.close()
+                return
+            task = asyncio.get_running_loop().create_task(self._serve(reader, writer, local))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+        return accept
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, local: bool) -> None:
         try:
@@ -152,9 +155,7 @@ class HttpServer:
     async def _send(self, writer: asyncio.StreamWriter, request: Request | None, response: Response) -> bool:
         body = response.body
         keep = (
-            isinstance(body, bytes)
-            and request is not None
-            and request.headers.get("connection", "").lower() != "close"
+            isinstance(body, bytes) and request is not None and request.headers.get("connection", "").lower() != "close"
         )
         lines = [f"HTTP/1.1 {response.status.value} {response.status.phrase}", f"Content-Type: {response.content_type}"]
         if isinstance(body, bytes):

@@ -40,14 +40,15 @@ class Observatory:
         Raises:
             StartError: the address or port cannot be had.
         """
-        await self._http.start_unix(unix)
         self._unix = unix
+        self._remove_socket()  # a dead daemon's: the run directory is ours
+        await self._http.start_unix(unix)
         access.open_file(unix)
         if port is not None:
             try:
                 host, bound = await self._http.start_tcp(address, port)
             except OSError as error:
-                unix.unlink(missing_ok=True)
+                self._remove_socket()
                 raise StartError(
                     f"metrics cannot be served at {address}, port {port}: {error.strerror}. Choose another "
                     "--metrics-port or --metrics-address."
@@ -65,5 +66,8 @@ class Observatory:
         self.monitor.stop()
         await self._http.stop()
         logs.unlisten(self._journal.log_processor)
+        self._remove_socket()
+
+    def _remove_socket(self) -> None:
         if self._unix is not None:
             self._unix.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 """What is served where: figures for machines, the page for people.
 
-    /              the page              /metrics            for Prometheus
-    /static/NAME   its files             /healthz            200 while the daemon serves, 503 else
-    /events        live state (SSE)      /api/state, /api/history, /api/pool
+/              the page              /metrics            for Prometheus
+/static/NAME   its files             /healthz            200 while the daemon serves, 503 else
+/events        live state (SSE)      /api/state, /api/history, /api/pool
 """
 
 from __future__ import annotations

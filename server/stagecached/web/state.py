@@ -196,16 +196,11 @@ def history_state(tracks: Sequence[Track]) -> Json:
 
 def _binned(points: list[Points]) -> Points:
     """[bins, fields]: growth in each bin, summed over sessions whose newest points are at one moment."""
-    longest = max((len(rows) // BIN_POINTS for rows in points if len(rows) > 1), default=0)
-    total: Points = np.zeros((longest, len(Field)))
-    for rows in points:
-        if len(rows) < 2:
-            continue
-        edges = rows[::-1][::BIN_POINTS][::-1]
-        grown = np.diff(edges, axis=0)
-        if len(grown):
-            total[-len(grown) :, 1:] += grown[-longest:, 1:]
-            total[-len(grown) :, 0] = grown[-longest:, 0]
+    grown = [np.diff(rows[::-1][::BIN_POINTS][::-1], axis=0) for rows in points if len(rows) > BIN_POINTS]
+    total: Points = np.zeros((max(map(len, grown), default=0), len(Field)))
+    for rows in grown:
+        total[-len(rows) :, 1:] += rows[:, 1:]
+        total[-len(rows) :, 0] = rows[:, 0]
     return total
 
 

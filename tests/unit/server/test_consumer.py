@@ -174,6 +174,12 @@ def test_a_reset_makes_everything_before_it_unknown(segments: SessionSegments) -
     assert not segments.arena[:8].any()
 
 
+def test_an_epoch_that_falls_fails_the_session(segments: SessionSegments) -> None:
+    told = drained(segments, *(Record(0, Kind.RESET, rows=epoch) for epoch in (7, 7, 6)))
+    assert told == ["record 3: epoch 6 after 7"]
+    assert segments.epoch == 7
+
+
 def test_a_closed_key_is_gone_and_told_once(segments: SessionSegments) -> None:
     told = drained(
         segments,

@@ -1,0 +1,78 @@
+"""What a decode step costs, in counted work: what a change of the hot path adds shows here, on any machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("torch")
+
+from stagecache.bench.contenders import Ours  # noqa: E402
+from stagecache.bench.counted import CountedStep, count_step  # noqa: E402
+from stagecache.bench.measure import run_block  # noqa: E402
+from stagecache.bench.workloads import Decode  # noqa: E402
+from tests.daemon_process import DaemonProcess  # noqa: E402
+
+PYTHON_CALLS = 120
+C_CALLS = 190
+"""Upper bounds for a decode step with one key; to be lowered with every gain."""
+PYTHON_CALLS_A_KEY = 16
+C_CALLS_A_KEY = 40
+
+
+@pytest.fixture(scope="module")
+def counted(daemon: DaemonProcess) -> Iterator[dict[tuple[int, int], CountedStep]]:
+    """Counts by (requests, extra keys)."""
+    found = {}
+    for requests, extra in ((8, 0), (32, 0), (256, 0), (32, 2)):
+        workload = Decode(requests, 256, extra, 0.0, 6)
+        lane = workload.lane()
+        ours = Ours(lane.batch, daemon.socket, workload.shape, workload.geometry)
+        try:
+            for _ in range(2):
+                run_block(ours, workload.block(lane), None)
+            found[requests, extra] = count_step(ours, workload.block(lane))
+        finally:
+            ours.close()
+    yield found
+
+
+def names(step: CountedStep) -> str:
+    return ", ".join(f"{name} {times}" for name, times in step.by_name.most_common())
+
+
+def test_calls_of_a_step(counted: dict[tuple[int, int], CountedStep]) -> None:
+    step = counted[32, 0]
+    assert step.python_calls <= PYTHON_CALLS, names(step)
+    assert step.c_calls <= C_CALLS, names(step)
+
+
+def test_calls_of_a_further_key(counted: dict[tuple[int, int], CountedStep]) -> None:
+    one, three = counted[32, 0], counted[32, 2]
+    assert three.python_calls - one.python_calls <= 2 * PYTHON_CALLS_A_KEY, names(three)
+    assert three.c_calls - one.c_calls <= 2 * C_CALLS_A_KEY, names(three)
+
+
+def test_a_step_calls_nothing_for_each_request(counted: dict[tuple[int, int], CountedStep]) -> None:
+    few, many = counted[8, 0], counted[256, 0]
+    assert few.python_calls == many.python_calls
+    assert few.c_calls == many.c_calls
+
+
+def test_each_row_is_copied_once_in_and_once_out(counted: dict[tuple[int, int], CountedStep]) -> None:
+    for (requests, extra), step in counted.items():
+        keys = 1 + extra
+        assert step.copies == 2 * keys
+        assert step.copied_bytes == 2 * requests * 2 * 256 * keys
+
+
+def test_one_buffer_a_key_is_allocated(counted: dict[tuple[int, int], CountedStep]) -> None:
+    assert counted[32, 0].buffers == 1
+    assert counted[32, 2].buffers == 3
+
+
+def test_outputs_hold_a_tensor_a_request_and_little_else(counted: dict[tuple[int, int], CountedStep]) -> None:
+    few, many = counted[8, 0], counted[256, 0]
+    assert (many.held_blocks - few.held_blocks) / (256 - 8) < 3
+    assert few.held_blocks < 150
