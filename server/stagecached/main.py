@@ -6,7 +6,9 @@ anything else.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +19,8 @@ EXIT_CANNOT_START = 3
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a daemon until it is told to stop; returns the exit status."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy only copies here: no threads for a BLAS never called
+    _raise_file_limit()
     _import_structlog_alone()
     from stagecached.config import ConfigError, load
 
@@ -37,6 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"stagecached: {error}", file=sys.stderr)
         return EXIT_CANNOT_START
     return 0
+
+
+def _raise_file_limit() -> None:
+    """Take all descriptors that the hard limit allows: each session maps three segments, and each of its keys three."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _import_structlog_alone() -> None:

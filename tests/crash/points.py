@@ -67,7 +67,8 @@ def tear_stores(plan: Plan) -> None:
     close_key = SessionSegments.close_key
 
     def half_claim(self: KeyStore, span: Any, sequence: int, *, failed: bool) -> None:
-        self.claims[span.slots[: span.rows // 2]] = sequence << presence.CLAIM_SHIFT | (presence.FAILED if failed else 0)
+        flag = presence.FAILED if failed else 0
+        self.claims[span.slots[: span.rows // 2]] = sequence << presence.CLAIM_SHIFT | flag
         plan.reached("torn_claim")
         claim(self, span, sequence, failed=failed)
 

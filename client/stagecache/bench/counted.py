@@ -12,16 +12,16 @@ from stagecache.bench.attribution import counted_moves
 from stagecache.bench.contenders import Contender
 from stagecache.bench.measure import Step, settle
 
-_EMPTY = "empty"
+_EMPTY = {"empty", "empty_like", "new_empty"}
 
 
 @dataclass(frozen=True)
 class CountedStep:
     """One step of one contender.
 
-    python_calls, c_calls: as sys.setprofile sees them, on the engine thread. buffers: calls of torch.empty.
-    copies, copied_bytes: of stagecache's host copies. held_blocks: memory blocks of the interpreter that the step's
-    outputs hold. by_name: both kinds of calls, by name.
+    python_calls, c_calls: as sys.setprofile sees them, on the engine thread. buffers: tensors made by torch.empty and
+    its like. copies, copied_bytes: of stagecache's host copies. held_blocks: memory blocks of the interpreter that the
+    step's outputs hold. by_name: both kinds of calls, by name.
     """
 
     python_calls: int
@@ -53,7 +53,7 @@ def count_step(contender: Contender, steps: Sequence[Step]) -> CountedStep:
             CountedStep(
                 sum(python.values()),
                 sum(native.values()),
-                sum(times for name, times in native.items() if name.rpartition(".")[2] == _EMPTY),
+                sum(times for name, times in native.items() if name.rpartition(".")[2] in _EMPTY),
                 moved.get("copies", 0),
                 moved.get("engine", 0),
                 held,

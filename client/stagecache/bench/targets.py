@@ -70,9 +70,7 @@ def _decode(result: BenchResult) -> list[Target]:
         case = found[requests]
         command = f"stagecache bench --only decode --requests {requests} --hidden 2048 --forward-ms 0"
         lines.append(
-            _line(
-                f"decode, {requests} requests: engine thread, less than the peer", command, bound, case and case.ratio
-            )
+            _line(f"decode, {requests} requests: engine thread, less than the peer", command, bound, _of(case, "ratio"))
         )
         lines.append(
             _line(f"decode, {requests} requests: engine process' CPU, less", command, 10.0, _of(case, "cpu_ratio"))

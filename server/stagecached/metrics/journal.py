@@ -40,6 +40,9 @@ _WRITE_CURES: Final = {
     "unopened": "The key found no room: raise --memory-budget or /dev/shm, or lower num_blocks.",
 }
 
+_TOLD_ELSEWHERE: Final = frozenset({"session failed"})
+"""Log lines that have an entry of their own already, with a cure."""
+
 _COUNTED: Final = tuple(
     (int(first) + index, f"{what}: {reason.replace('_', ' ')}", cures[reason])
     for what, first, reasons, cures in (
@@ -118,5 +121,6 @@ class Journal:
                 for key, value in event.items()
                 if key not in ("event", "level", "timestamp", "exc_info", "exception") and not key.startswith("_")
             )
-            self.add(str(event.get("event", "")), facts, level=level)
+            if event.get("event") not in _TOLD_ELSEWHERE:
+                self.add(str(event.get("event", "")), facts, level=level)
         return event

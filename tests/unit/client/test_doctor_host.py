@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stagecache import errors
+from stagecache import errors, rpc
 from stagecache.doctor import Status, access_checks, cpu_checks, limit_checks, shm_checks
 from stagecache.doctor.host import UNLIMITED, parse_cpus, show_cpus
 from stagecache.doctor.subject import DaemonFacts
@@ -88,6 +88,18 @@ def test_leftovers_of_dead_daemons_are_counted(fake: FakeHost) -> None:
     assert finding.status is Status.NOTE
     assert "1 daemons" in finding.found
     assert "1 MiB" in finding.found
+
+
+@pytest.mark.parametrize(("here", "status"), [(True, Status.OK), (False, Status.PROBLEM)])
+def test_daemon_with_another_shm(fake: FakeHost, monkeypatch: pytest.MonkeyPatch, here: bool, status: Status) -> None:
+    """The socket is shared and /dev/shm is not: attach would fail, though the daemon answers."""
+    lock = Path("/dev/shm/stagecache.x.lock")
+    if here:
+        fake.write(str(lock), "")
+    credentials = rpc.Credentials("0" * 16, "token", 1, lock, "worker", Path("/run/d.sock"))
+    monkeypatch.setattr(rpc, "handshake", lambda *_, **__: credentials)
+    assert only(list(shm_checks.check_shared(fake.subject(serving())))).status is status
+    assert only(list(shm_checks.check_shared(fake.subject()))).status is Status.SKIPPED
 
 
 # ------------------------------------------------------------------ limits

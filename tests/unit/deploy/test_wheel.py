@@ -62,15 +62,20 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", root], check=True, timeout=60)
     pip = [sys.executable, "-m", "pip", "--python", root / "bin/python", "install", "--quiet", "--no-input"]
     pinned = ["--only-binary", ":all:", "--constraint", ROOT / "constraints.txt"]
-    subprocess.run([*pip, *pinned, wheel], check=True, timeout=100)
+    subprocess.run([*pip, *pinned, wheel], env=foreign_environ(), check=True, timeout=100)
     return root / "bin"
 
 
+def foreign_environ() -> dict[str, str]:
+    """Variables that know nothing of this checkout and its environment."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "STAGECACHE"))}
+
+
 def run(program: Path, *arguments: str, status: int = 0) -> str:
-    """Output of a program, in an environment and a directory that know nothing of the checkout."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "STAGECACHE"))}
+    """Output of a program, run elsewhere."""
+    environ, folder = foreign_environ(), program.parent
     done = subprocess.run(
-        [program, *arguments], cwd=program.parent, env=environ, capture_output=True, text=True, timeout=60, check=False
+        [program, *arguments], cwd=folder, env=environ, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout

@@ -19,12 +19,13 @@ from stagecache_wire.traces import read_context, write_context
 from stagecache_wire.v1 import stagecache_pb2 as pb
 from stagecached.budget import Cost
 from stagecached.metrics.calls import CallFigures, CallTimer
-from stagecached.metrics.catalog import METRICS
+from stagecached.metrics.catalog import INDEX_METRICS, METRICS
 from stagecached.metrics.families import Snapshot, StagecacheCollector, families
 from stagecached.metrics.fold import KeyFold, Presence, SessionFold, age_s
 from stagecached.metrics.histogram import Histogram
 from stagecached.metrics.history import POINTS, History
 from stagecached.metrics.journal import Journal
+from stagecached.metrics.monitor import Monitor
 from stagecached.metrics.pulse import Pulse
 from stagecached.metrics.record_figures import RecordFigures
 from stagecached.metrics.survey import Survey
@@ -159,6 +160,21 @@ def test_replicas_get_the_smallest_free_number_of_their_stage() -> None:
     assert [replicas.name(name, "s") for name in "acd"] == ["0", "2", "1"]
 
 
+def test_a_block_index_is_shown_where_there_is_one() -> None:
+    hub, budget = SimpleNamespace(schedulers=lambda: 2), SimpleNamespace(limit_bytes=9, used_bytes=4)
+    monitor = Monitor(SimpleNamespace(hub=hub, budget=budget, all=list), Journal())  # type: ignore[arg-type]
+    assert not INDEX_METRICS & {metric.name for metric, _ in families(monitor.snapshot([]))}
+    monitor.index = SimpleNamespace(  # type: ignore[assignment]
+        blocks=lambda: {"held": 1, "cached": 2}, evictions=lambda: {"capacity": 3}, leases=lambda: 4
+    )
+    shown = samples(TextWriter().write(families(monitor.snapshot([]))))
+    assert shown["stagecache_index_blocks", (("state", "cached"),)] == 2
+    assert shown["stagecache_index_blocks", (("state", "free"),)] == 0
+    assert shown["stagecache_index_evictions_total", (("cause", "capacity"),)] == 3
+    assert shown["stagecache_index_leases", ()] == 4
+    assert shown["stagecache_schedulers", ()] == 2
+
+
 # ---------------------------------------------------------------- what happens to the daemon
 
 
@@ -231,6 +247,9 @@ def test_journal_counts_repetitions_and_knows_cures() -> None:
     journal.log_processor(None, "warning", {"event": "odd", "level": "warning", "key": 1})
     assert journal.newest()[0].text == "key=1"
     assert journal.lines == {"warning": 1, "error": 0}
+    journal.log_processor(None, "error", {"event": "session failed", "level": "error"})
+    assert journal.lines["error"] == 1
+    assert journal.newest()[0].what == "odd", "the manager tells of failed sessions itself, with a cure"
     for number in range(200):
         journal.add("x", str(number))
     assert len(journal.newest()) == 50

@@ -1,0 +1,95 @@
+"""The bench measures what it says: wrong rows end it, ratios are of medians, every target is a line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from stagecache.bench.batch import Shape  # noqa: E402
+from stagecache.bench.contenders import NONE, OURS, NoCache  # noqa: E402
+from stagecache.bench.copies import measure_copies  # noqa: E402
+from stagecache.bench.figures import CaseFigures, ContenderFigures, Spread  # noqa: E402
+from stagecache.bench.hits import Hits, SameStepHits  # noqa: E402
+from stagecache.bench.measure import BlockSample, StepSample, WrongRowsError, check, run_step  # noqa: E402
+from stagecache.bench.run import WORKLOADS, BenchOptions, BenchResult, run_case, workloads  # noqa: E402
+from stagecache.bench.targets import targets  # noqa: E402
+from stagecache.bench.workloads import Decode, Deferred, Prefill, Workload  # noqa: E402
+from stagecache.cli.bench import WORKLOADS as CLI_WORKLOADS  # noqa: E402
+from tests.daemon_process import DaemonProcess  # noqa: E402
+
+SMALL = [
+    Decode(4, 64, 1, 0.0, 3),
+    Prefill(256, 96, 64, 0),
+    Deferred(3, 64, 4),
+    Hits(64, 3, 64, 0.0),
+    SameStepHits(64, 64, 0.0),
+]
+
+
+@pytest.mark.parametrize("workload", SMALL, ids=lambda workload: workload.name)
+def test_each_workload_runs_and_its_rows_are_right(workload: Workload, daemon: DaemonProcess) -> None:
+    case = run_case(workload, daemon.socket, daemon.pid, BenchOptions(rounds=2, peer=False))
+    assert case.ours.total.median > 0
+    assert (case.none is None) == workload.has_hits
+    assert case.moved_bytes["engine"] + case.moved_bytes["daemon"] >= case.fewest_bytes
+    assert case.as_dict()["contenders"][OURS]["daemon_cpu_us"] > 0
+
+
+def test_a_wrong_row_is_noticed() -> None:
+    workload = Decode(4, 64, 0, 0.0, 1)
+    lane = workload.lane()
+    contender = NoCache(lane.batch)
+    (step,) = workload.block(lane)
+    _, outputs, ids = run_step(contender, step)
+    check(contender, step, outputs, ids)
+    shifted = replace(step, expected=[*step.expected[1:], step.expected[0]])
+    with pytest.raises(WrongRowsError, match="__hidden_states__ of request decode-0000"):
+        check(contender, shifted, outputs, ids)
+
+
+def test_rows_differ_from_step_to_step() -> None:
+    first, second = Shape(64).rows(8, 0), Shape(64).rows(8, 1)
+    assert not torch.equal(first.hidden.view(torch.int16), second.hidden.view(torch.int16))
+
+
+def test_the_faster_mode_of_the_peer_counts() -> None:
+    def figures(nanoseconds: int) -> ContenderFigures:
+        step = StepSample(nanoseconds, 0, 0, 0)
+        return ContenderFigures("step", [BlockSample([step, step], engine_cpu=nanoseconds)])
+
+    by_name = {OURS: figures(1_000), "vllm-omni eager": figures(50_000), "vllm-omni async": figures(40_000)}
+    case = CaseFigures("decode", {}, "", "step", 0, by_name)
+    assert case.peer is not None
+    assert case.peer[0] == "vllm-omni async"
+    assert case.ratio == pytest.approx(40.0)
+    assert NONE not in by_name
+
+
+def test_spread() -> None:
+    spread = Spread.of([float(value) * 1e3 for value in range(101)])
+    assert (spread.p10, spread.median, spread.p90) == (10.0, 50.0, 90.0)
+
+
+def test_a_run_without_figures_has_all_targets_unmeasured() -> None:
+    lines = targets(BenchResult({}, {}))
+    assert len(lines) > 10
+    assert {line.verdict for line in lines} == {"not measured in this run"}
+    assert all(line.command.startswith("stagecache bench") for line in lines)
+
+
+def test_workloads_of_the_command_are_those_of_the_bench() -> None:
+    assert CLI_WORKLOADS == WORKLOADS
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill", "hits", "same-step", "deferred", "blocks"])
+def test_only_picks_a_workload(name: str) -> None:
+    assert workloads(BenchOptions(only=[name]))
+
+
+def test_copies_are_compared_byte_by_byte() -> None:
+    result = measure_copies(64, 256, scattered=True, repetitions=3)
+    assert len(result.memmove) == len(result.scatter) == len(result.gather) == 3
+    assert result.share("scatter") > 0
