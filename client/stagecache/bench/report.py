@@ -170,13 +170,16 @@ def _sessions_table(result: BenchResult) -> Table:
 
 
 def _targets_table(result: BenchResult) -> Table:
-    table = Table(title="Figures to hold", title_justify="left")
+    lines = targets(result)
+    left = sum(target.reached is None for target in lines)
+    caption = f"{left} further targets were not measured in this run." if left else None
+    table = Table(title="Figures to hold", title_justify="left", caption=caption, caption_justify="left")
     for name in ("what", "wanted", "found", "", "command"):
         table.add_column(name, overflow="fold")
-    colours = {True: "green", False: "red", None: "dim"}
-    for target in targets(result):
-        colour = colours[target.reached]
-        table.add_row(target.what, target.wanted, target.found or "", f"[{colour}]{target.verdict}[/]", target.command)
+    for target in lines:
+        if target.found is not None:
+            colour = "green" if target.reached else "red"
+            table.add_row(target.what, target.wanted, target.found, f"[{colour}]{target.verdict}[/]", target.command)
     return table
 
 
