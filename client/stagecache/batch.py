@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from stagecache.errors import SlotMismatchError, StepTooLargeError
 from stagecache.requests import Positions, RequestTable
-from stagecache.slots import Runs, batch_runs, decode_slots
+from stagecache.slots import DecodeSlots, Runs, batch_runs
 from stagecache.step import BatchView
 from stagecache_wire.geometry import Geometry
 from stagecache_wire.records import expand_runs
@@ -62,6 +62,11 @@ class BatchReader:
         self._requests = requests
         self._last_ids: list[str] = []
         self._last_version = -1
+        self._ones: dict[str, int] = {}
+        self._ones_ids: list[str] | None = None
+        self._slots = DecodeSlots(geometry.block_size, geometry.num_blocks)
+        self._decoded = -1
+        """Version of the request table at the last step, where that was a decode step."""
         self._last_rows: NDArray[np.int64] = np.empty(0, np.int64)
 
     def read(self, scheduled: Mapping[str, int], planned: int, tokens: int) -> Batch:
@@ -82,12 +87,15 @@ class BatchReader:
             )
         size = len(ids)
         first = np.array(self._view.num_computed()[:size], np.int64)  # a copy: the live array goes on
-        decode = tokens == size == len(scheduled) and min(scheduled.values(), default=1) == 1
-        if decode and not all(map(scheduled.__contains__, ids)):
-            decode = False
-        if decode:
-            runs = decode_slots(self._view.block_table(), first, self._geometry.block_size, self._geometry.num_blocks)
-            return Batch(ids, tokens, None, None, first, first + 1, self._rows(ids), runs)
+        if tokens == size and (scheduled == self._ones if ids is self._ones_ids else self._is_decode(scheduled, ids)):
+            ends = first + 1
+            same = self._decoded == self._requests.version and ids is self._last_ids
+            self._decoded = -1
+            runs = self._slots.read(self._view.block_table(), first, ends, same=same)
+            rows = self._rows(ids)
+            self._decoded = self._requests.version
+            return Batch(ids, tokens, None, None, first, ends, rows, runs)
+        self._decoded = -1
         counts = [max(scheduled.get(req_id, 0), 0) for req_id in ids]
         count_array = np.array(counts, np.int64)
         ends = np.cumsum(count_array)
@@ -98,6 +106,14 @@ class BatchReader:
             self._view.block_table(), first, count_array, self._geometry.block_size, self._geometry.num_blocks
         )
         return Batch(ids, tokens, counts, [0, *ends.tolist()], first, first + count_array, self._rows(ids), runs)
+
+    def _is_decode(self, scheduled: Mapping[str, int], ids: list[str]) -> bool:
+        """Whether each request has one token; then the next step with these ids is known by one comparison."""
+        ones = dict.fromkeys(ids, 1)
+        if ones != scheduled:
+            return False
+        self._ones, self._ones_ids = ones, ids
+        return True
 
     @staticmethod
     def _mismatch(slots: int, tokens: int) -> SlotMismatchError:

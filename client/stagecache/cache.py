@@ -379,9 +379,11 @@ class StageCache:
         if step.page is not None:
             self._saver.pages.hand_out(step.page)
         with self._lock:
-            self._hits.release(gather for hit in step.hits.values() for gather in hit.gathers.values())
+            if step.hits:
+                self._hits.release(gather for hit in step.hits.values() for gather in hit.gathers.values())
             self._in_flight.discard(step.step_id)
-            self._requests.reclaim(min(self._in_flight | {next(iter(self._steps), self._next_step_id)}))
+            if self._requests.retired:
+                self._requests.reclaim(min(self._in_flight | {next(iter(self._steps), self._next_step_id)}))
 
     def close(self) -> None:
         """Detach from the daemon; the session's memory is freed. Rows handed out stay good."""

@@ -26,19 +26,26 @@ _releasing.restype = ctypes.c_void_p
 
 def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
     """target[:] = source for host tensors of one dtype and shape; a single memmove where both are contiguous."""
-    if not (source.is_contiguous() and target.is_contiguous() and source.device.type == "cpu"):
+    if source.is_neg() or source.is_conj():  # Lazy bits of the view, which its bytes do not show.
+        source = source.resolve_neg().resolve_conj()
+    if not (source.is_contiguous() and target.is_contiguous() and source.is_cpu):
         target.copy_(source)
         return
-    size = source.numel() * source.element_size()
+    size = source.nbytes
     move = _holding if size < RELEASE_BYTES else _releasing
     move(target.data_ptr(), source.data_ptr(), size)
 
 
 def clone_rows(source: torch.Tensor) -> torch.Tensor:
     """An independent contiguous copy in host memory."""
-    copy = torch.empty(source.shape, dtype=source.dtype)
+    copy = torch.empty_like(source, memory_format=torch.contiguous_format)
     copy_rows(copy, source)
     return copy
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is an ordinary array: strided, not nested, with data."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
 
 
 class CpuDevice:
@@ -57,3 +64,9 @@ class CpuDevice:
     def to_host(self, rows: torch.Tensor) -> torch.Tensor:
         """An independent contiguous copy in host memory."""
         return clone_rows(rows.detach())
+
+    def snapshot(self, value: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory of any tensor, also of one that has no strides; one without data stays as it is."""
+        if is_plain(value):
+            return self.to_host(value)
+        return value if value.is_meta else value.detach().clone().cpu()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from stagecache.device import is_plain
 from stagecache.errors import CallDeadlineError, DaemonLostError, SchemaMismatchError, StageCacheError
 from stagecache.mapping import StagedKey, dtype_name
 from stagecache.policy import HIDDEN_KEY, ModelCachePolicy
@@ -55,6 +56,9 @@ class KeyBook:
         self._provisional: set[str] = set()
         self._remembered: set[str] = set()
         self._demoted: set[str] = set()
+        self._settled: dict[str, tuple[StagedKey, bool]] = {}
+        """Open keys whose rows came before, and whether they are deferred: most steps ask nothing else."""
+        self._settled_for: ModelCachePolicy | None = None
         self.refused: dict[str, StageCacheError] = {}
         """Keys that the daemon will not open (budget, shape), with its error: hits on them fail. It is not asked
         again: rows of the steps between could otherwise never be told from rows that were never written."""
@@ -85,10 +89,17 @@ class KeyBook:
         CUDA-graph size. batch_size: requests in the batch.
         """
         split = Split()
+        if self._settled_for is not self.policy:
+            self._settled_for = self.policy
+            self._settled.clear()
         if hidden is not None and self.policy.needs_full_hidden_states and n > 0:
-            self._hidden(split, hidden, n)
+            rows = hidden.shape[0] if hidden.shape else 0
+            if rows < n or not self._settle(split, HIDDEN_KEY, hidden, n, rows):
+                self._hidden(split, hidden, n)
         for name, value in outputs.items():
             if name == HIDDEN_KEY:
+                continue
+            if n and (n == batch_size or name not in self._provisional) and self._settle(split, name, value, n, padded):
                 continue
             role = self._role(name)
             if n == 0 or role == "global" or name in self._demoted:
@@ -96,6 +107,18 @@ class KeyBook:
             else:
                 self._output(split, name, value, n, padded, batch_size, declared=role == "token")
         return split
+
+    def _settle(self, split: Split, name: str, value: Any, n: int, padded: int) -> bool:
+        """Rows of a key that was decided in an earlier step, and that look as they did then."""
+        found = self._settled.get(name)
+        if found is None or not isinstance(value, torch.Tensor) or not is_plain(value):
+            return False
+        key, deferred = found
+        shape = value.shape
+        if value.dtype != key.dtype or shape[1:] != key.schema.row_shape or not shape or shape[0] not in (n, padded):
+            return False
+        (split.deferred if deferred else split.immediate).append((key, value if shape[0] == n else value[:n]))
+        return True
 
     def _role(self, name: str) -> str | None:
         role = self.policy.key_roles.get(name)
@@ -114,7 +137,9 @@ class KeyBook:
     ) -> None:
         key = self.open.get(name)
         tensor = isinstance(value, torch.Tensor)
-        per_token = tensor and value.ndim >= 1 and value.shape[0] in (n, padded) and _may_be_rows(value)
+        per_token = (
+            tensor and is_plain(value) and value.ndim >= 1 and value.shape[0] in (n, padded) and _may_be_rows(value)
+        )
         if name in self._provisional and key is not None:
             if not per_token or not key.fits(value):
                 self._demote(split, key)
@@ -124,7 +149,7 @@ class KeyBook:
                 self._provisional.discard(name)
         if per_token:
             self._rows(split, name, value, n, provisional=not declared and n == batch_size)
-        elif tensor and (key is not None or declared):
+        elif tensor and is_plain(value) and (key is not None or declared):
             self._refuse(split, name, value, f"a first dimension of {n}" + (f" or {padded}" if padded != n else ""))
         else:
             split.leftover[name] = value
@@ -137,6 +162,7 @@ class KeyBook:
             schema = KeySchema(name, dtype_name(tensor.dtype), tuple(tensor.shape[1:]), provisional)
             if wrong is not None:
                 del self.open[name]
+                self._settled.pop(name, None)
                 split.replaced.append(wrong)
             try:
                 if name not in self.refused:
@@ -155,7 +181,9 @@ class KeyBook:
             self._refuse(split, name, tensor, f"{key.schema.dtype} rows of shape {key.schema.row_shape}")
             return
         rows = tensor[:n]
-        (split.deferred if name in self.policy.deferred_keys else split.immediate).append((key, rows))
+        deferred = name in self.policy.deferred_keys
+        self._settled[name] = key, deferred
+        (split.deferred if deferred else split.immediate).append((key, rows))
 
     def _refuse(self, split: Split, name: str, tensor: torch.Tensor, wanted: str) -> None:
         """K3: this key, this step only."""
@@ -175,6 +203,7 @@ class KeyBook:
         self._provisional.discard(name)
         self._demoted.add(name)
         del self.open[name]
+        self._settled.pop(name, None)
         split.demoted.append(key)
 
 

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
-from stagecache.device import CpuDevice, clone_rows
+from stagecache.device import CpuDevice
+
+_HOST = CpuDevice()
 
 
 def snapshot(value: Any, device: CpuDevice) -> Any:
     """A copy in host memory that no later forward can change: tensors cloned, containers rebuilt, the rest as it is."""
     if isinstance(value, torch.Tensor):
-        return device.to_host(value)
+        return device.snapshot(value)
     if isinstance(value, Mapping):
         return {key: snapshot(item, device) for key, item in value.items()}
     if isinstance(value, list):
@@ -31,7 +33,7 @@ def for_request(value: Any, index: int, batch_size: int, *, split_lists: bool) -
     go by their values.
     """
     if isinstance(value, torch.Tensor):
-        return clone_rows(value)
+        return _HOST.snapshot(value)
     if isinstance(value, Mapping):
         return {key: for_request(item, index, batch_size, split_lists=split_lists) for key, item in value.items()}
     if isinstance(value, list):
@@ -46,7 +48,7 @@ def for_request(value: Any, index: int, batch_size: int, *, split_lists: bool) -
 def whole(value: Any) -> Any:
     """An independent copy of a snapshot."""
     if isinstance(value, torch.Tensor):
-        return clone_rows(value)
+        return _HOST.snapshot(value)
     if isinstance(value, Mapping):
         return {key: whole(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -23,6 +23,10 @@ WAIT_SLICE_S: Final = 0.02
 """Longest sleep on the doorbell before the words are read again."""
 
 
+_RECLAIM_AT: Final = 64
+"""Records in the ring from which on an append looks which ones were consumed."""
+
+
 class LogFullError(RuntimeError):
     """The ring has no room, and the daemon did not consume in time."""
 
@@ -41,6 +45,7 @@ class LogWriter:
         self._control = control
         self._words = control.words
         self._layout = control.layout
+        self._entries_word = control.layout.entries_word
         self._payload_base = control.layout.payload_word * layout.WORD
         self._daemon_doorbell = daemon_doorbell
         self._worker_doorbell = worker_doorbell
@@ -75,15 +80,21 @@ class LogWriter:
         size = len(payload)
         if size > self._layout.payload_bytes:
             raise LogFullError(f"a record of {size} bytes does not fit the ring of {self._layout.payload_bytes}")
-        if not self.has_room(size):
+        ring, position = self._layout.payload_bytes, self._position
+        left = ring - position % ring
+        if size > left:
+            position += left
+        if sequence - self._words[layout.D_CONSUMED] > self._layout.log_entries or (
+            position + size - self._tail > ring and not self.has_room(size)
+        ):
             self._wait_room(size, timeout_s)
-        position = self._start(size)
+            position = self._start(size)
         if size:
             offset = self._payload_base + position % self._layout.payload_bytes
             self._control.bytes[offset : offset + size] = payload
         words[layout.E_PAYLOAD_POSITION] = position
         words[layout.E_SEQUENCE] = 0
-        at = self._layout.entry_word(sequence)
+        at = self._entries_word + (sequence - 1) % self._layout.log_entries * layout.ENTRY_WORDS
         self._words[at : at + layout.ENTRY_WORDS] = memoryview(array("Q", words))
         fence()
         self._words[at] = sequence
@@ -93,6 +104,8 @@ class LogWriter:
         self.head = sequence
         self._position = position + size
         self._in_ring.append((sequence, self._position))
+        if len(self._in_ring) > _RECLAIM_AT:
+            self._reclaim()
         self._daemon_doorbell.release()
         self.posts += 1
         return sequence

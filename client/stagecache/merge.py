@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ def _merge_key(
     hits = step.hits
     if not hits and window_of is None and len(req_ids) == len(batch.req_ids):
         rows = source if owned else clone_rows(source)
-        parts = rows.split(1 if batch.counts is None else batch.counts)
+        parts = rows.split_with_sizes(_ones(batch.tokens) if batch.counts is None else batch.counts)
         if req_ids == batch.req_ids:
             return dict(zip(req_ids, parts, strict=True))
         by_id = dict(zip(batch.req_ids, parts, strict=True))
@@ -139,6 +140,12 @@ def _merge_key(
             rows = _merge_hit(hit, name, source[start:end], window_of, read_hit, hand_out)
         merged[req_id] = rows
     return merged
+
+
+@lru_cache(maxsize=16)
+def _ones(count: int) -> list[int]:
+    """Shared, so never to be changed. ``split_with_sizes`` with it takes three quarters of the time of ``split(1)``."""
+    return [1] * count
 
 
 def _merge_hit(

@@ -35,6 +35,7 @@ class StepPages:
         self._uses: list[PageUse | None] = [None] * depth
         self._log = log
         self._changed = threading.Condition()
+        self._waiting = False
         self._next = 0
 
     def try_claim(self, step_id: int) -> PageUse | None:
@@ -58,14 +59,18 @@ class StepPages:
             self._log.listen(min(slice_s, WAIT_SLICE_S))
             return
         with self._changed:
+            # Told before it looks: a page is handed out before its thread asks whether anyone waits.
+            self._waiting = True
             if not any(use is None or use.handed_out for use in self._uses):
                 self._changed.wait(slice_s)
+            self._waiting = False
 
     def hand_out(self, use: PageUse) -> None:
         """The step of this page was consumed. Any thread; twice does nothing."""
-        with self._changed:
-            use.handed_out = True
-            self._changed.notify_all()
+        use.handed_out = True
+        if self._waiting:
+            with self._changed:
+                self._changed.notify_all()
 
     def unconsumed(self) -> list[int]:
         """Step ids that hold a page and were neither materialized nor discarded."""

@@ -67,7 +67,7 @@ class RequestTable:
         """Changes whenever a request's row does."""
         self._periods: list[Period | None] = [None] * 64
         self._free = list(range(63, -1, -1))
-        self._retired: deque[tuple[Period, int]] = deque()
+        self.retired: deque[tuple[Period, int]] = deque()
 
     def start(self, req_id: str, blocks: list[int]) -> RequestState:
         """A request that is not live begins."""
@@ -147,8 +147,8 @@ class RequestTable:
 
     def reclaim(self, oldest_unconsumed: int) -> None:
         """Free the rows of requests that ended, as far as no step older than ``oldest_unconsumed`` needs them."""
-        while self._retired and self._retired[0][1] < oldest_unconsumed:
-            period, _ = self._retired.popleft()
+        while self.retired and self.retired[0][1] < oldest_unconsumed:
+            period, _ = self.retired.popleft()
             self._periods[period.row] = None
             self._free.append(period.row)
             if len(period.chain) > 1 and period is period.chain[-1]:
@@ -156,7 +156,7 @@ class RequestTable:
 
     def _retire(self, chain: list[Period], last_step_id: int) -> None:
         self.version += 1
-        self._retired.extend((period, last_step_id) for period in chain)
+        self.retired.extend((period, last_step_id) for period in chain)
 
     def _new_period(self, cap: int | None, chain: list[Period]) -> Period:
         self.version += 1

@@ -25,7 +25,8 @@ from stagecache.pages import FlushPages, PageUse, StepPages
 from stagecache.planner import StepPlan
 from stagecache.session import Session
 from stagecache.writes import Write, WriteState
-from stagecache_wire.records import KeyMode, Kind, Record, key_words
+from stagecache_wire import layout
+from stagecache_wire.records import U32, KeyMode, Record, key_words
 
 
 class StepSaver:
@@ -61,6 +62,8 @@ class StepSaver:
         self._merge_timeout_s = merge_timeout_s
         self._split_lists = split_lists
         self._flush_pages: dict[int, FlushPages] = {}
+        self._last_ids: list[int] = []
+        self._last_words: U32 = key_words()
 
     def begin_hits(self, hits: list[Hit]) -> None:
         """Gather hits on rows that are there already, while the forward runs; open deferred rows go first (W3)."""
@@ -112,10 +115,15 @@ class StepSaver:
         split = self.keys.split(hidden, outputs, n, padded, len(batch.req_ids))
         if split.demoted or split.replaced:
             self._forget_keys(plan, split)
-        local = {name: self._device.to_host(rows) for name, rows in (*split.unopened, *split.unkept)}
-        self.counters.unopened += len(local)
-        local.update({key.schema.name: self._device.to_host(rows) for key, rows in split.deferred})
-        leftover = {name: snapshot(value, self._device) for name, value in split.leftover.items()}
+        local: dict[str, torch.Tensor] = {}
+        if split.unopened or split.unkept:
+            local = {name: self._device.to_host(rows) for name, rows in (*split.unopened, *split.unkept)}
+            self.counters.unopened += len(local)
+        for key, rows in split.deferred:
+            local[key.schema.name] = self._device.to_host(rows)
+        leftover: dict[str, Any] = {}
+        if split.leftover:
+            leftover = {name: snapshot(value, self._device) for name, value in split.leftover.items()}
         write = Write(f"step {step_id}")
         page = self._claim_page(step_id)
         staged: list[StagedKey] = []
@@ -149,8 +157,8 @@ class StepSaver:
             staged,
             local,
             leftover,
-            {hit.req_id: hit for hit in plan.hits},
-            [error for _, error in split.failed],
+            {hit.req_id: hit for hit in plan.hits} if plan.hits else {},
+            [error for _, error in split.failed] if split.failed else [],
             self.keys.policy.needs_full_hidden_states and (hidden is not None or (n == 0 and bool(plan.hits))),
             self._split_lists,
             dict(self.keys.open),
@@ -158,29 +166,31 @@ class StepSaver:
 
     def _log_step(self, plan: StepPlan, batch: Batch, split: Split, page: PageUse) -> None:
         """The SAVE record, and the gathers that belong behind it."""
-        keyed = [(key.key_id, KeyMode.ROWS) for key, _ in split.immediate]
-        keyed += [(key.key_id, KeyMode.CLAIM) for key, _ in split.deferred]
-        keyed += [(key.key_id, KeyMode.FAILED) for key, _ in split.failed if key is not None]
         if split.unopened:
             # Rows that no key took: were the slots only claimed by the others, a later hit would read zeros here.
             self.epochs.lose(batch.runs)
         else:
-            clones = self._clone_deferred(split)
+            clones = self._clone_deferred(split) if split.deferred else None
             page.sequence = self.session.append(
-                Record(
-                    0,
-                    Kind.SAVE,
-                    page=page.page,
-                    rows=batch.tokens,
-                    unit_runs=batch.runs.ndim == 1,
-                    keys=key_words(*keyed),
-                    runs=batch.runs,
-                )
+                Record.save(page.page, batch.tokens, self._key_words(split), batch.runs)
             )
             if clones:
                 self._add_deferred(batch, clones, page.sequence)
         if plan.hits:
             self._gather_behind(plan, batch)
+
+    def _key_words(self, split: Split) -> U32:
+        """The keys section of a SAVE; the last one again where the keys are the same."""
+        ids = [key.key_id for key, _ in split.immediate]
+        if not split.deferred and not split.failed and ids == self._last_ids:
+            return self._last_words
+        keyed = [(key_id, KeyMode.ROWS) for key_id in ids]
+        keyed += [(key.key_id, KeyMode.CLAIM) for key, _ in split.deferred]
+        keyed += [(key.key_id, KeyMode.FAILED) for key, _ in split.failed if key is not None]
+        words = key_words(*keyed)
+        if not split.deferred and not split.failed:
+            self._last_ids, self._last_words = ids, words
+        return words
 
     def _gather_behind(self, plan: StepPlan, batch: Batch) -> None:
         """Hits that touch this step's slots are gathered (again), now behind the write; so are keys opened now (H6)."""
@@ -215,7 +225,8 @@ class StepSaver:
         Raises:
             StagingTimeoutError: the house stayed full.
         """
-        if self.session.away or self.session.has_ended():
+        session = self.session
+        if session.away or session.control.words[layout.D_STATUS] != layout.STATUS_LIVE:
             return None
         claimed = self.pages.try_claim(step_id)
         if claimed is not None:

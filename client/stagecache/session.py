@@ -196,7 +196,8 @@ class Session:
             SessionFailedError: the daemon ended the session.
             DaemonLostError: away, or the log is full and the daemon gone.
         """
-        self.check()
+        if self.away or self.control.words[layout.D_STATUS] != layout.STATUS_LIVE:
+            self.check()
         try:
             return self.log.append(record, 0.0)
         except LogFullError:

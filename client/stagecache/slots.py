@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,19 +14,87 @@ Runs = NDArray[np.uint32]
 """u32 [n, 2]: start slot and length; or u32 [n]: slots, each a run of 1."""
 
 
-def decode_slots(table: NDArray[Any], positions: NDArray[np.int64], block_size: int, num_blocks: int) -> Runs:
-    """Slots of one token a request. table: int [requests, blocks]; positions: int64 [requests]; result u32 [requests].
+def decode_slots(
+    table: NDArray[Any],
+    positions: NDArray[np.int64],
+    block_size: int,
+    num_blocks: int,
+    rows: NDArray[np.int64] | None = None,
+) -> Runs:
+    """Slots of one token a request. table: int [requests, blocks]; positions: int64 [n]; result u32 [n].
+
+    rows: int64 [n], the row of the table that belongs to each position; None for the first n rows.
 
     Raises:
         SlotMismatchError: a position lies beyond the block table, or a block id beyond the cache (W6).
     """
-    blocks, offsets = np.divmod(positions, block_size)
     count = len(positions)
-    if count and int(blocks.max()) >= table.shape[1]:
-        raise SlotMismatchError(f"position {int(positions.max())} lies beyond a block table of {table.shape[1]} blocks")
-    ids = table[np.arange(count), blocks]
-    _check_ids(ids, num_blocks)
-    return (ids.astype(np.int64) * block_size + offsets).astype(np.uint32)
+    blocks = positions // block_size
+    try:
+        ids = table[_rows(count) if rows is None else rows, blocks]
+    except IndexError:
+        raise SlotMismatchError(
+            f"position {int(positions.max())} lies beyond a block table of {table.shape[1]} blocks"
+        ) from None
+    # A negative id is a large one when it is read without its sign.
+    if count and np.maximum.reduce(ids.view(_UNSIGNED[ids.dtype.itemsize])) >= num_blocks:
+        _check_ids(ids, num_blocks)
+    # Slots stay below 2**31, so the arithmetic may be of 32 bits.
+    blocks *= -block_size
+    blocks += positions
+    slots: Runs = ids.astype(np.uint32) * np.uint32(block_size) + blocks.astype(np.uint32)
+    return slots
+
+
+_UNSIGNED = {4: np.uint32, 8: np.uint64}
+
+
+@lru_cache(maxsize=64)
+def _rows(count: int) -> NDArray[np.int64]:
+    """0 to count - 1; shared, so never to be written."""
+    return np.arange(count)
+
+
+class DecodeSlots:
+    """Slots of decode steps in a row. A request's next slot is the last one plus 1, but where a block ends; which rows
+    end one at a step is known from the first of these steps, so that only those read the block table.
+    """
+
+    def __init__(self, block_size: int, num_blocks: int) -> None:
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+        self._slots: Runs = np.empty(0, np.uint32)
+        self._expected = b""
+        self._step = 0
+        self._crossing: list[NDArray[np.int64]] | None = None
+
+    def read(self, table: NDArray[Any], first: NDArray[np.int64], ends: NDArray[np.int64], *, same: bool) -> Runs:
+        """As ``decode_slots``. first, ends: int64 [requests], ends = first + 1. same: the requests of the step
+        before, in the same order, none of which got another block table.
+
+        Raises:
+            SlotMismatchError: as for ``decode_slots``.
+        """
+        size = self._block_size
+        if not same or first.tobytes() != self._expected:
+            self._slots = decode_slots(table, first, size, self._num_blocks)
+            self._crossing = None
+        else:
+            if self._crossing is None:
+                begins = -first % size
+                self._step, self._crossing = 0, [np.flatnonzero(begins == step) for step in range(size)]
+            else:
+                self._step = (self._step + 1) % size
+            slots = self._slots + _ONE
+            crossing = self._crossing[self._step]
+            if len(crossing):
+                slots[crossing] = decode_slots(table, first[crossing], size, self._num_blocks, crossing)
+            self._slots = slots
+        self._expected = ends.tobytes()
+        return self._slots
+
+
+_ONE = np.uint32(1)
 
 
 def batch_runs(

@@ -97,6 +97,14 @@ class Record:
     """[n, 2]"""
     gathers: NDArray[np.void] = field(default_factory=lambda: _EMPTY_GATHERS)
 
+    @classmethod
+    def save(cls, page: int, rows: int, keys: U32, runs: U32) -> Record:
+        """A SAVE; its default sections are shared, not made."""
+        return cls(
+            0, Kind.SAVE, page, rows, runs.ndim == 1, keys, runs,
+            _EMPTY64, _EMPTY32, _EMPTY32, _EMPTY_GATHERS,
+        )  # fmt: skip
+
     def slots(self) -> NDArray[np.int64]:
         """int64 [rows]: the slots that the runs name, in order."""
         if self.unit_runs:
@@ -121,6 +129,18 @@ def expand_runs(runs: U32) -> NDArray[np.int64]:
 def encode(record: Record) -> tuple[list[int], bytes]:
     """The entry words (payload position left 0, for the log writer to fill) and the payload of a record."""
     n_keys, n_runs = len(record.keys), len(record.runs)
+    if record.kind is Kind.SAVE and record.gathers is _EMPTY_GATHERS and n_keys and n_runs < 1 << 32:
+        payload = record.keys.tobytes()
+        if n_keys & 1:
+            payload += b"\0\0\0\0"
+        payload += record.runs.tobytes()
+        if len(payload) & 7:
+            payload += b"\0\0\0\0"
+        flags = UNIT_RUNS if record.unit_runs else 0
+        return [
+            record.sequence, int(Kind.SAVE) | flags << 8, 0, len(payload), record.page, record.rows,
+            n_runs | n_keys << 32, 0,
+        ], payload  # fmt: skip
     n_spans, n_span_runs, n_gathers = len(record.spans), len(record.span_runs), len(record.gathers)
     if n_span_runs >= 1 << 48 or n_runs >= 1 << 32 or n_gathers >= 1 << 32:
         raise BadRecordError("a count does not fit its field")

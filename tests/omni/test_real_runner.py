@@ -116,6 +116,20 @@ def test_a_shifted_or_foreign_row_would_be_seen(uncached: dict[str, Rows]) -> No
     assert not torch.equal(uncached["thinker"]["twin_a"]["hidden"][:96], rows[:96])
 
 
+def test_a_daemon_that_is_killed_and_started_again_loses_no_row(
+    checkpoint: Path, uncached: dict[str, Rows], fresh_daemon: DaemonProcess
+) -> None:
+    """Its successor takes the session over; the stage notices nothing but the wait."""
+    with stage_engine(checkpoint, "thinker", fresh_daemon.socket) as engine:
+        engine.run({"first": SHARED})
+        fresh_daemon.restart()
+        rows = engine.run({"again": SHARED, "chunked": ROUNDS[3]["chunked"]})
+        assert hits(engine) == {"again": 128, "chunked": 128}
+    for name, keys in rows.items():
+        for key, got in keys.items():
+            assert torch.equal(got, uncached["thinker"][name][key])
+
+
 def test_rows_that_decode_made_are_hit_by_the_next_turn(checkpoint: Path, daemon: DaemonProcess) -> None:
     """H2: against an uncached run only as exact as the engine's kernels, against the in-process cache to the bit."""
     rows: dict[str, Rows] = {}

@@ -23,8 +23,9 @@ def main(arguments: list[str]) -> None:
     workload = Decode(requests, hidden, 0, forward_s, 8)
     lane = workload.lane()
     ours = Ours(lane.batch, socket, workload.shape, workload.geometry)
-    for step in workload.block(lane):
-        run_step(ours, step)
+    for steps in (workload.prepare, workload.block):
+        for step in steps(lane):
+            run_step(ours, step)
     print("ready", flush=True)
     sys.stdin.readline()
     ends = time.monotonic() + seconds

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stagecache.bench.measure import process_cpu_ns
+from stagecache.errors import StageCacheError
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ def measure_sessions(
         for worker in workers:
             assert worker.stdout is not None
             if worker.stdout.readline() != "ready\n":
-                raise RuntimeError("a session of the bench did not attach; its error is above")
+                raise StageCacheError("a session of the bench did not attach; its error is above")
         daemon = process_cpu_ns(daemon_pid)
         for worker in workers:
             assert worker.stdin is not None

@@ -14,7 +14,7 @@ from stagecache.bench.measure import Step
 from stagecache_wire.geometry import Geometry
 
 _VARIANTS = 3
-_DECODE_BLOCKS = 2
+_DECODE_BLOCKS = 4
 
 
 @dataclass
@@ -74,7 +74,7 @@ def scattered_blocks(num_blocks: int, requests: int, blocks: int) -> list[list[i
 
 
 class Decode(Workload):
-    """One token a request and step; positions run through two blocks again and again."""
+    """One token a request and step. Requests stand at different places of their blocks."""
 
     def __init__(
         self,
@@ -108,13 +108,16 @@ class Decode(Workload):
     def fewest_bytes(self) -> int:
         return 3 * self._count * self.shape.row_bytes * self._steps
 
+    def prepare(self, lane: Lane) -> list[Step]:
+        tables = scattered_blocks(self.geometry.num_blocks, self._count, _DECODE_BLOCKS)
+        lane.requests = [BenchRequest(f"decode-{i:04d}", table) for i, table in enumerate(tables)]
+        return [Step(lane.requests, [1] * self._count, self._variants[0], self._expected[0])]
+
     def block(self, lane: Lane) -> list[Step]:
-        if not lane.requests:
-            tables = scattered_blocks(self.geometry.num_blocks, self._count, _DECODE_BLOCKS)
-            lane.requests = [BenchRequest(f"decode-{i:04d}", table) for i, table in enumerate(tables)]
-        if lane.requests[0].computed + self._steps > _DECODE_BLOCKS * BLOCK_SIZE:
-            for request in lane.requests:
-                request.computed = 0
+        furthest = max(request.computed for request in lane.requests)
+        if furthest <= 1 or furthest + self._steps > _DECODE_BLOCKS * BLOCK_SIZE:
+            for index, request in enumerate(lane.requests):
+                request.computed = 1 + index % BLOCK_SIZE
         steps = []
         for _ in range(self._steps):
             lane.turn += 1

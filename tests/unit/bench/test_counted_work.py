@@ -28,6 +28,7 @@ def counted(daemon: DaemonProcess) -> dict[tuple[int, int], CountedStep]:
         lane = workload.lane()
         ours = Ours(lane.batch, daemon.socket, workload.shape, workload.geometry)
         try:
+            run_block(ours, workload.prepare(lane), None)
             for _ in range(2):
                 run_block(ours, workload.block(lane), None)
             found[requests, extra] = count_step(ours, workload.block(lane))

@@ -42,7 +42,7 @@ def test_a_wrong_row_is_noticed() -> None:
     workload = Decode(4, 64, 0, 0.0, 1)
     lane = workload.lane()
     contender = NoCache(lane.batch)
-    (step,) = workload.block(lane)
+    (step,) = workload.prepare(lane)
     _, outputs, ids = run_step(contender, step)
     check(contender, step, outputs, ids)
     shifted = replace(step, expected=[*step.expected[1:], step.expected[0]])
