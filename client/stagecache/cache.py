@@ -35,7 +35,13 @@ from stagecache.arena import Arena
 from stagecache.batch import BatchReader, scheduled_runs, start_positions
 from stagecache.counters import Counters
 from stagecache.device import CpuDevice, clone_rows
-from stagecache.errors import DaemonLostError, StageCacheError, StepConsumedError, UnknownRequestError
+from stagecache.errors import (
+    DaemonLostError,
+    SlotMismatchError,
+    StageCacheError,
+    StepConsumedError,
+    UnknownRequestError,
+)
 from stagecache.export import Exporter
 from stagecache.hits import Hit, HitReader
 from stagecache.keys import KeyBook
@@ -158,7 +164,7 @@ class StageCache:
             explicit_acks=explicit_acks,
             device=device,
         )
-        if os.environ.get("STAGECACHE_TRACING"):
+        if os.environ.get("STAGECACHE_TRACING", "0") not in ("", "0"):
             from stagecache import tracing
 
             tracing.instrument(cache, model)
@@ -175,7 +181,7 @@ class StageCache:
 
         Raises:
             HitNotCoveredError: a hit without blocks, or not at a block's end (H3). The step's slots become UNKNOWN.
-            StageCacheError: a deferred write failed earlier (W5); this step was noted all the same.
+            FailedWriteError: a deferred write failed earlier (W5); this step was noted all the same: save it.
         """
         begun = time.perf_counter_ns()
         self._abandon()
@@ -191,7 +197,7 @@ class StageCache:
         if plan.error is not None:
             raise plan.error
         if self._saver.deferred.errors:
-            raise self._saver.deferred.errors.pop(0)
+            raise self._saver.deferred.take_error()
 
     def _abandon(self) -> None:
         """A step began and was never saved: its slots become UNKNOWN (W8)."""
@@ -203,13 +209,18 @@ class StageCache:
         with self._lock:
             self._hits.release(gather for hit in plan.hits for gather in hit.gathers.values())
             starts = start_positions(plan.source.scheduled_new_reqs or (), plan.source.scheduled_cached_reqs)
-            runs = scheduled_runs(plan.scheduled, starts, self._requests, self._geometry)
+            try:
+                runs = scheduled_runs(plan.scheduled, starts, self._requests, self._geometry)
+            except SlotMismatchError:  # A block id beyond the cache: which slots the step wrote cannot be told.
+                self._saver.epochs.unlogged = True
+                return
         self._saver.epochs.lose(runs)
 
     def reset(self, cause: str = "") -> int:
         """Begin a new epoch: nothing saved before is readable after (R5). Engine thread. Returns the epoch.
 
-        Rows of hits that were gathered before stay good; steps saved before may still be materialized.
+        Rows of hits that were gathered before stay good; steps saved before may still be materialized. The engine keeps
+        its block hashes: hits on them fail from now on, unless its prefix cache is reset too (`stagecache reset`).
         """
         logger.info("stagecache: new epoch of stage %s: %s", self.session.stage, cause or "asked for")
         epoch = self._saver.epochs.reset()
@@ -274,7 +285,7 @@ class StageCache:
             DaemonLostError, SessionFailedError, CallDeadlineError: a hit could not be brought. The step is consumed.
         """
         begun = time.perf_counter_ns()
-        wanted = list(req_ids)
+        wanted = list(dict.fromkeys(req_ids))
         with self._delivery:
             step, clipped = self._take(step_id, wanted)
             try:
@@ -288,9 +299,9 @@ class StageCache:
                 raise
             finally:
                 self._end_step(step)
-        self.counters.materialized += 1
-        self.counters.phase_ns["materialize"] += time.perf_counter_ns() - begun
-        self._export.handed_out(step, wanted, len(self._steps), self._next_step_id - 1)
+            self.counters.materialized += 1
+            self.counters.phase_ns["materialize"] += time.perf_counter_ns() - begun
+            self._export.handed_out(step, wanted, len(self._steps), self._next_step_id - 1)
         return outputs
 
     def _take(self, step_id: int, wanted: list[str]) -> tuple[SavedStep, dict[str, Window] | None]:
@@ -384,6 +395,12 @@ class StageCache:
             self._in_flight.discard(step.step_id)
             if self._requests.retired:
                 self._requests.reclaim(min(self._in_flight | {next(iter(self._steps), self._next_step_id)}))
+
+    def __enter__(self) -> StageCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Detach from the daemon; the session's memory is freed. Rows handed out stay good."""

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from stagecache.device import CpuDevice
-from stagecache.errors import StageCacheError
+from stagecache.errors import FailedWriteError
 from stagecache.mapping import StagedKey
 from stagecache.writes import Write, WriteState
 from stagecache_wire.records import KeyMode, Kind, Record, key_words
@@ -65,7 +65,7 @@ class DeferredRows:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self.open: dict[str, OpenWrite] = {}
-        self.errors: list[StageCacheError] = []
+        self.errors: list[FailedWriteError] = []
         """Failed flushes, to be reported by the next call (W5)."""
         self.flushes = 0
         self.cloned_rows = self.cloned_bytes = self.flushed_rows = self.flushed_bytes = self.failed_flushes = 0
@@ -116,6 +116,16 @@ class DeferredRows:
         """Forget every open row: a new epoch made them unreadable (R5)."""
         self.open.clear()
         self.used_bytes = 0
+
+    def take_error(self) -> FailedWriteError:
+        """The first failed flush that was not reported yet; its text counts the others, which are reported with it."""
+        first, others = self.errors[0], self.errors[1:]
+        self.errors.clear()
+        if not others:
+            return first
+        joined = FailedWriteError(f"{first} There were {len(others)} more such failures.")
+        joined.__cause__ = first
+        return joined
 
     def flush(self, req_ids: Iterable[str]) -> None:
         """Write what these requests have open. A failure makes exactly those rows UNKNOWN and is kept in ``errors``."""
@@ -181,7 +191,7 @@ class DeferredRows:
             note.advance(WriteState.FAILED, cause=str(error))
         self.failed_flushes += 1
         record.kind = Kind.FAIL
-        report = StageCacheError(
+        report = FailedWriteError(
             f"{batch[0][3].what} and {len(batch) - 1} more were not written: {error}. Their rows are unknown now.",
             remedy="Later hits on them fail until the engine's prefix cache is reset.",
         )

@@ -111,8 +111,12 @@ class StagingTimeoutError(StageCacheError):
         self.outstanding = tuple(outstanding)
 
 
+class FailedWriteError(StageCacheError):
+    """Deferred rows of an earlier step could not be written (W5); exactly these are unknown now, all else goes on."""
+
+
 class SessionFailedError(StageCacheError):
-    """The daemon ended the session because of a bad record; the text says which rule it broke."""
+    """The session is over: a bad record, a daemon that was stopped or does not know it; the text says which."""
 
 
 class DaemonLostError(StageCacheError):

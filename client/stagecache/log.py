@@ -14,6 +14,7 @@ from typing import Final
 
 import posix_ipc
 
+from stagecache.errors import StageCacheError
 from stagecache.mapping import ControlWords
 from stagecache_wire import layout
 from stagecache_wire.fence import fence
@@ -27,8 +28,8 @@ _RECLAIM_AT: Final = 64
 """Records in the ring from which on an append looks which ones were consumed."""
 
 
-class LogFullError(RuntimeError):
-    """The ring has no room, and the daemon did not consume in time."""
+class LogFullError(StageCacheError):
+    """The ring has no room, and the daemon did not consume in time; or the record is larger than the ring."""
 
 
 class LogWriter:
@@ -60,6 +61,11 @@ class LogWriter:
     @property
     def consumed(self) -> int:
         return self._words[layout.D_CONSUMED]
+
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest payload that may be appended."""
+        return self._layout.payload_bytes
 
     def has_room(self, payload_bytes: int) -> bool:
         """Whether a record with so long a payload may be appended now."""

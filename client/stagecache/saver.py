@@ -25,7 +25,6 @@ from stagecache.pages import FlushPages, PageUse, StepPages
 from stagecache.planner import StepPlan
 from stagecache.session import Session
 from stagecache.writes import Write, WriteState
-from stagecache_wire import layout
 from stagecache_wire.records import U32, KeyMode, Record, key_words
 
 
@@ -176,7 +175,9 @@ class StepSaver:
             )
             if clones:
                 self._add_deferred(batch, clones, page.sequence)
-        if plan.hits:
+        if self.epochs.unlogged:
+            self._spoil(plan, batch)
+        elif plan.hits:
             self._gather_behind(plan, batch)
 
     def _key_words(self, split: Split) -> U32:
@@ -226,7 +227,7 @@ class StepSaver:
             StagingTimeoutError: the house stayed full.
         """
         session = self.session
-        if session.away or session.control.words[layout.D_STATUS] != layout.STATUS_LIVE:
+        if session.away or session.has_ended():
             return None
         claimed = self.pages.try_claim(step_id)
         if claimed is not None:

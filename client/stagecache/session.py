@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -17,6 +18,7 @@ from stagecache.errors import (
     AttachError,
     CallDeadlineError,
     DaemonLostError,
+    GeometryError,
     SessionFailedError,
     StageCacheError,
 )
@@ -26,7 +28,7 @@ from stagecache.rpc import Rpc, handshake
 from stagecache.watcher import Watcher
 from stagecache_wire import layout, shm
 from stagecache_wire.figures import WAITS
-from stagecache_wire.geometry import Geometry, KeySchema
+from stagecache_wire.geometry import BadGeometryError, Geometry, KeySchema
 from stagecache_wire.locks import LifeLock, LockHeldError, is_held
 from stagecache_wire.names import RunPaths
 from stagecache_wire.records import KeyMode, Kind, Record, key_words
@@ -49,6 +51,17 @@ def schema_message(schema: KeySchema) -> pb.KeySchema:
         row_bytes=schema.row_bytes,
         provisional=schema.provisional,
     )
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for session in list(_sessions):
+        session.forked = True
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Session:
@@ -74,6 +87,9 @@ class Session:
         )
         self.epoch = answer.epoch
         self.away = False
+        self.forked = False
+        """This is a forked child of the process that attached: the session is its parent's."""
+        _sessions.add(self)
         self.waits = [0, 0] * len(WAITS)
         """Count and nanoseconds of each kind of wait, and the count of all: for metrics."""
         self.waits_total = 0
@@ -104,6 +120,13 @@ class Session:
             DaemonUnavailableError: nobody answers there.
             AttachError: refused; its class and text say why and what to change.
         """
+        try:
+            geometry.checked()
+            for key in keys:
+                key.checked()
+            f"{model}{stage}".encode()
+        except (BadGeometryError, UnicodeEncodeError) as error:
+            raise GeometryError(f"attach: {error}") from error
         credentials = handshake(socket, "worker")
         if credentials.worker_lock is None:
             raise AttachError("the daemon named no lock for this worker")
@@ -151,6 +174,10 @@ class Session:
         Raises:
             StageCacheError: away, refused (budget, shared memory, schema), or not answered in time.
         """
+        try:
+            schema.checked()
+        except BadGeometryError as error:
+            raise GeometryError(str(error)) from error
         if self.away:
             raise DaemonLostError(f"key {schema.name} cannot be opened: the daemon is away")
         if replacing is not None:
@@ -195,8 +222,10 @@ class Session:
         Raises:
             SessionFailedError: the daemon ended the session.
             DaemonLostError: away, or the log is full and the daemon gone.
+            CallDeadlineError: the log stayed full though the daemon lives.
+            LogFullError: the record is larger than the log can hold.
         """
-        if self.away or self.control.words[layout.D_STATUS] != layout.STATUS_LIVE:
+        if self.away or self.has_ended():
             self.check()
         try:
             return self.log.append(record, 0.0)
@@ -205,6 +234,8 @@ class Session:
                 section.nbytes + 8
                 for section in (record.keys, record.runs, record.claims, record.spans, record.span_runs, record.gathers)
             )
+            if size > self.log.longest:
+                raise
             self.wait(lambda: self.log.has_room(size), RPC_TIMEOUT_S, "room in the step log", kind="log")
             return self.log.append(record, WAIT_SLICE_S)
 
@@ -221,7 +252,16 @@ class Session:
             raise DaemonLostError("the daemon is away; rows that only it holds cannot be had until it is back")
 
     def failure(self) -> SessionFailedError | None:
-        """Why the daemon ended the session; None while it lives."""
+        """Why the session is over; None while it lives."""
+        if self.forked:
+            return SessionFailedError(
+                "this session belongs to the process that attached; a forked child has none.",
+                remedy="Attach in the child.",
+            )
+        if self.watcher.gone:
+            return SessionFailedError(
+                f"the daemon does not hold this session any more: {self.watcher.gone}.", remedy="Restart the worker."
+            )
         words = self.control.words
         if self.control.status == layout.STATUS_LIVE:
             return None
@@ -290,7 +330,7 @@ class Session:
 
     def has_ended(self) -> bool:
         """Whether the daemon ended the session: it was stopped, or a record was bad. It does not come back."""
-        return self.control.status != layout.STATUS_LIVE
+        return self.control.status != layout.STATUS_LIVE or self.forked or bool(self.watcher.gone)
 
     def _go_away(self) -> None:
         if not self.away:
@@ -312,7 +352,9 @@ class Session:
         return True
 
     def close(self, drain_s: float = 5.0) -> None:
-        """Detach: the daemon frees the session's memory."""
+        """Detach: the daemon frees the session's memory. In a forked child it does nothing: the parent goes on."""
+        if self.forked:
+            return
         self.watcher.stop()
         try:
             if self.control.status == layout.STATUS_LIVE and not self.away:

@@ -6,27 +6,32 @@ a restarted daemon watches this process' life by its pidfd, with a jittered back
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from typing import Final
 
-from stagecache.errors import StageCacheError
+from stagecache.errors import AbiMismatchError, StageCacheError, TokenRefusedError, UnknownSessionError
 from stagecache.rpc import Rpc, Watch, handshake
 from stagecache_wire.v1 import stagecache_pb2 as pb
+
+logger = logging.getLogger("stagecache")
 
 BACKOFF_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 class Watcher:
-    """A thread that listens. It writes two plain attributes, read by the engine thread without a lock.
+    """A thread that listens. It writes plain attributes, read by the engine thread without a lock.
 
     Attributes:
         reset_cause: why a new epoch is asked for; None when it is not. The reader sets it back to None.
+        gone: why the daemon holds the session no more; empty while it does.
         reconnects: how often the stream was lost and opened again.
     """
 
     def __init__(self, rpc: Rpc) -> None:
         self.reset_cause: str | None = None
+        self.gone = ""
         self.reconnects = 0
         self._rpc = rpc
         self._stopped = threading.Event()
@@ -55,9 +60,15 @@ class Watcher:
                     attempt = 0
                     if event.kind == pb.WatchEvent.KIND_RESET:
                         self.reset_cause = event.cause or "asked for by an operator"
+                    elif event.kind == pb.WatchEvent.KIND_FAILED:
+                        logger.warning("stagecache: the daemon ended this session: %s", event.cause)
+                    elif event.kind == pb.WatchEvent.KIND_SHUTDOWN:
+                        logger.warning("stagecache: the daemon stops: %s", event.cause)
+            except UnknownSessionError as error:
+                self._give_up(error)
             except StageCacheError:
                 pass
-            if self._stopped.is_set():
+            if self._stopped.is_set() or self.gone:
                 return
             pause = BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)]
             self._stopped.wait(pause * random.uniform(0.5, 1.5))
@@ -69,5 +80,11 @@ class Watcher:
         try:
             handshake(credentials.socket, credentials.role, session_id=credentials.session_id, token=credentials.token)
             self.reconnects += 1
+        except (UnknownSessionError, AbiMismatchError, TokenRefusedError) as error:
+            self._give_up(error)
         except StageCacheError:
             pass
+
+    def _give_up(self, error: StageCacheError) -> None:
+        self.gone = str(error)
+        logger.warning("stagecache: prefix hits fail until the worker is restarted: %s", error)

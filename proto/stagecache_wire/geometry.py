@@ -76,8 +76,8 @@ class Geometry:
     def payload_bytes(self) -> int:
         """Size of the log's payload ring: room for four of the largest records, 1 MiB at least.
 
-        The largest SAVE names each of ``staging_capacity_tokens`` rows (12 bytes each with a claim), the largest
-        gather every block of the cache once (8 bytes each); longer ones are split by the writer.
+        The largest FLUSH names each of ``staging_capacity_tokens`` rows with its claim (12 bytes), the largest gather
+        of one hit 65,536 runs (8 bytes), and up to ``max_results`` gathers (24 bytes) share a record.
         """
         largest = self.staging_capacity_tokens * 16 + min(self.num_blocks, 1 << 16) * 8 + self.max_results * 32
         return max(1 << 20, _round_up(4 * largest, 4096))
@@ -134,8 +134,12 @@ class KeySchema:
         Raises:
             BadGeometryError: an empty or overlong name, an unknown dtype, a row of no bytes or too many.
         """
-        if not 0 < len(self.name.encode()) <= 512:
-            raise BadGeometryError(f"key name of {len(self.name.encode())} bytes, allowed are 1 to 512")
+        try:
+            length = len(self.name.encode())
+        except (AttributeError, UnicodeEncodeError):
+            raise BadGeometryError(f"key name {self.name!r} is no text that UTF-8 can hold") from None
+        if not 0 < length <= 512:
+            raise BadGeometryError(f"key name of {length} bytes, allowed are 1 to 512")
         if self.dtype not in DTYPE_BYTES:
             raise BadGeometryError(f"key {self.name}: dtype {self.dtype!r} is none of {', '.join(DTYPE_BYTES)}")
         if len(self.row_shape) > 8 or any(n < 1 for n in self.row_shape):

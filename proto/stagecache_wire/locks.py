@@ -94,9 +94,9 @@ class LifeLock:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a live process holds the lock at ``path``. A missing file is not held."""
+    """Whether a live process holds the lock at ``path``. A missing file is not held; asking needs no right to write."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:

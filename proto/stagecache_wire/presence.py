@@ -31,7 +31,7 @@ class Presence(IntEnum):
 
 
 def presence_of(slot_word: int, claim_word: int, epoch_sequence: int) -> Presence:
-    """The rule itself, for one slot. ``stagecached.pool`` has it over arrays; a test holds the two equal.
+    """The rule itself, for one slot. ``stagecached.keystore.classify`` has it over arrays; a test holds the two equal.
 
     Args:
         slot_word: the session's word of the slot.

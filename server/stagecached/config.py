@@ -73,6 +73,8 @@ def parse_size(text: str) -> int:
     if match is None:
         raise ValueError(f"{text!r} is no size: write 12GiB, 512M, a number of bytes, or 80% of {SHM_DIRECTORY}")
     number, unit, percent = float(match[1]), match[2], match[3]
+    if percent and number > 100:
+        raise ValueError(f"{text!r} is more than all of {SHM_DIRECTORY}")
     if percent:
         stat = os.statvfs(SHM_DIRECTORY)
         size = int(stat.f_blocks * stat.f_frsize * number / 100)
@@ -131,6 +133,8 @@ class Settings(BaseSettings):
     @field_validator("socket")
     @classmethod
     def _socket_fits(cls, value: Path) -> Path:
+        if not value.name:
+            raise ValueError("it names no file")
         peer = os.fsencode(RunPaths.of(value).peer_socket)
         if len(peer) > MAX_SOCKET_PATH_BYTES:
             raise ValueError(
@@ -182,13 +186,16 @@ class _FileSource(PydanticBaseSettingsSource):
                 return tomllib.load(file)
         except OSError as error:
             raise ConfigError(f"config {path} cannot be read: {error.strerror}. Fix --config or its mode.") from error
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"config {path} is no TOML: {error}") from error
 
 
 def _gid_of(group: str) -> int:
     try:
-        return int(group) if group.isdigit() else grp.getgrnam(group).gr_gid
+        number = int(group) if group.isdigit() else grp.getgrnam(group).gr_gid
+        if number >= 1 << 31:
+            raise KeyError(group)
+        return number
     except KeyError:
         raise ValueError(f"there is no group {group!r} here: create it, or give its number") from None
 

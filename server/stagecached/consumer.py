@@ -176,6 +176,7 @@ class Consumer:
         self.failure = f"record {sequence}: {message}"
         self._words[layout.D_FAIL_REASON] = REASON_SESSION_FAILED
         self._words[layout.D_FAIL_SEQUENCE] = sequence
+        fence()
         self._segments.status = layout.STATUS_FAILED
         self._segments.worker_doorbell.release()
         with self._progress:

@@ -68,6 +68,7 @@ class RunDirectory:
             ) from None
         for held in (lock, shm_lock):
             _write_holder(held.path, paths)
+            access.open_file(held.path)  # A worker of the group asks whether we live.
         return cls(paths, lock, shm_lock)
 
     def remove_stale_socket(self) -> None:

@@ -388,11 +388,21 @@ class SessionManager:
         if keep:
             stops = [partial(session.consumer.stop, drain_s) for session in self.all()]
             await asyncio.gather(*(self.background.in_thread(stop) for stop in stops))
+            self._end_stuck_consumers()
         else:
             for session_id in [*self._sessions, *self._expected]:
                 self._start_end(session_id, "the daemon stops", drain_s)
             await asyncio.gather(*self._ending.values())
         self.liveness.close()
+
+    def _end_stuck_consumers(self) -> None:
+        """A consumer that is still at work must not go on beside the next daemon's: two on one log corrupt it. The
+        locks go with this process, so it ends here, as after a kill.
+        """
+        stuck = [session.session_id for session in self.all() if session.consumer.alive]
+        if stuck:
+            log.error("consumers did not stop in time; ending at once", sessions=stuck)
+            os._exit(1)
 
     def _check_not_draining(self) -> None:
         if self._draining:

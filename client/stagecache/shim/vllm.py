@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from stagecache.errors import AttachError, StageCacheError
+from stagecache.errors import AttachError, FailedWriteError, StageCacheError
 from stagecache.gates import check_stage, no_cache_reason, read_facts
 from stagecache.shim.scheduler import stage_name
 from stagecache.shim.sinks import consumers_from_env
@@ -152,6 +152,8 @@ class RunnerShim:
             return None
         try:
             self.cache.new_step_starts(scheduler_output)
+        except FailedWriteError as error:
+            self._note(error)  # An earlier step's rows: this one is saved like any other.
         except StageCacheError as error:
             return self._note(error)
         return None

@@ -15,6 +15,7 @@ view, 0.32.0rc1 a ``write_layout=`` with each save.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from stagecache.cache import StageCache
-from stagecache.errors import AttachError, StageCacheError, UnknownRequestError
+from stagecache.errors import AttachError, FailedWriteError, StageCacheError, UnknownRequestError
 from stagecache.outputs import StageCacheOutputs
 from stagecache.policy import ModelCachePolicy
 from stagecache.session import Session
@@ -42,6 +43,9 @@ def _outputs_class() -> Any:
     except ImportError:
         return StageCacheOutputs
     return OmniOutputs
+
+
+logger = logging.getLogger("vllm.stagecache")
 
 
 class SidecarPrefixCacheManager:
@@ -139,13 +143,15 @@ class SidecarPrefixCacheManager:
         """A step begins: a scheduler output, or 0.32.0rc1's step. Once a real step, on the engine thread.
 
         Raises:
-            OmniPrefixCacheUnmatchError: a hit without blocks or not at a block's end (H3), or an earlier deferred
-                write failed (W5).
+            OmniPrefixCacheUnmatchError: a hit without blocks or not at a block's end (H3). A deferred write that
+                failed (W5) is logged: its rows alone are unknown, and the cache goes on.
         """
         output = self._steps.read(step)
         self._view.begin(output)
         try:
             self.cache.new_step_starts(output)
+        except FailedWriteError as error:
+            logger.error("stagecache: %s", error)  # The runner would not save this step, whose rows are good.
         except StageCacheError as error:
             as_omni(error)
             raise

@@ -1,0 +1,135 @@
+"""How a session ends for its worker: a forked child has none, and a daemon that lost it says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from stagecache import KeySchema, StageCache
+from stagecache.errors import GeometryError, SessionFailedError
+from stagecache.step import NewRequest, SchedulerStep
+from stagecache_wire import layout
+from stagecache_wire.geometry import Geometry
+from tests.daemon_process import poll_until
+from tests.integration.test_worked_example import GEOMETRY, OneRequest
+
+
+def prefill(cache: StageCache, view: OneRequest, req_id: str, first: int, blocks: list[int], **outputs: Any) -> int:
+    """One saved step of four tokens."""
+    cache.new_step_starts(SchedulerStep({req_id: 4}, [NewRequest(req_id, first, blocks)]))
+    view.set(req_id, first, blocks)
+    rows = torch.arange(first, first + 4, dtype=torch.float32)[:, None].expand(4, 2)
+    return cache.save_outputs(rows, outputs, num_tokens_unpadded=4, num_tokens_padded=4)
+
+
+def attach(daemon: Any, stage: str, view: OneRequest) -> StageCache:
+    return StageCache.attach(socket=daemon.socket, model="m", stage=stage, geometry=GEOMETRY, view=view)
+
+
+def in_child(action: Any) -> int:
+    """Run ``action`` in a forked child; its exit status, 0 when it returned, 1 when it raised."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(20)
+            action()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_can_neither_end_nor_write_its_parents_session(daemon: Any) -> None:
+    view = OneRequest()
+    cache = attach(daemon, "fork", view)
+    try:
+        cache.discard_step(prefill(cache, view, "a", 0, [0]))
+        head = cache.session.log.head
+
+        def write() -> None:
+            with pytest.raises(SessionFailedError, match="Attach in the child"):
+                cache.session.check()
+            cache.discard_step(prefill(cache, view, "x", 0, [1]))
+            with pytest.raises(SessionFailedError):
+                cache.materialize(prefill(cache, view, "y", 4, [0, 1]), ["y"])
+
+        assert in_child(write) == 0
+        assert in_child(cache.close) == 0
+        assert cache.session.log.head == head
+        assert cache.session.control.words[layout.W_HEAD] == head, "the log is as it was"
+        merged = cache.materialize(prefill(cache, view, "b", 4, [0, 1]), ["b"]).hidden_states
+        assert merged is not None
+        assert merged["b"][:, 0].tolist() == list(range(8))
+    finally:
+        cache.close()
+
+
+def test_a_session_that_the_new_daemon_cannot_adopt_is_over_at_once(fresh_daemon: Any) -> None:
+    """No save waits for a daemon that will never read its page; hits say what happened."""
+    view = OneRequest()
+    cache = attach(fresh_daemon, "lost", view)
+    try:
+        cache.discard_step(prefill(cache, view, "a", 0, [0]))
+        fresh_daemon.kill()
+        for manifest in (fresh_daemon.socket.parent / f"{fresh_daemon.socket.name}.d" / "sessions").iterdir():
+            manifest.unlink()
+        fresh_daemon.restart()
+        poll_until(lambda: bool(cache.session.watcher.gone), "the worker to notice")
+        started = time.monotonic()
+        for number in range(3 * GEOMETRY.staging_depth):
+            merged = cache.materialize(prefill(cache, view, f"b{number}", 0, [1]), [f"b{number}"]).hidden_states
+            assert merged is not None
+        assert time.monotonic() - started < 5
+        with pytest.raises(SessionFailedError, match="Restart the worker"):
+            cache.materialize(prefill(cache, view, "c", 4, [1, 2]), ["c"])
+    finally:
+        cache.close()
+
+
+@pytest.mark.parametrize(
+    "name", [7, ("a", "b"), "\ud800", "k" * 600, ""], ids=["int", "tuple", "surrogate", "long", "empty"]
+)
+def test_an_output_whose_name_no_key_can_have_costs_itself_alone(daemon: Any, name: Any) -> None:
+    """The rows are handed out, hidden is kept, no step is lost."""
+    view = OneRequest()
+    cache = attach(daemon, "names", view)
+    try:
+        step = prefill(cache, view, "a", 0, [0], fine=torch.arange(4))
+        cache.discard_step(step)
+        cache.new_step_starts(SchedulerStep({"b": 4}, [NewRequest("b", 0, [1])]))
+        view.set("b", 0, [1])
+        rows = torch.zeros(4, 2)
+        step = cache.save_outputs(rows, {name: torch.arange(4)}, num_tokens_unpadded=4, num_tokens_padded=4)
+        assert cache.materialize(step, ["b", "b"]).mm_outputs[name]["b"].tolist() == [0, 1, 2, 3]
+        merged = cache.materialize(prefill(cache, view, "c", 4, [1, 2]), ["c", "c"]).hidden_states
+        assert merged is not None
+        assert merged["c"].shape == (8, 2)
+        assert cache.counters.lost_steps == 0
+    finally:
+        cache.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"geometry": Geometry(1 << 40, 4, 32)},
+        {"geometry": Geometry(8, 0, 32)},
+        {"geometry": Geometry(8, 4, -1)},
+        {"keys": [KeySchema("k", "float12", ())]},
+        {"keys": [KeySchema("k", "float32", (0,))]},
+        {"stage": "\ud800"},
+    ],
+    ids=["blocks", "block-size", "capacity", "dtype", "row", "stage"],
+)
+def test_sizes_and_names_that_cannot_be_are_refused_before_anything_is_taken(
+    daemon: Any, change: dict[str, Any]
+) -> None:
+    settings = {"model": "m", "stage": "sizes", "geometry": GEOMETRY, **change}
+    with pytest.raises(GeometryError):
+        StageCache.attach(socket=daemon.socket, view=OneRequest(), **settings)
