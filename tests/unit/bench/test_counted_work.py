@@ -12,11 +12,11 @@ from stagecache.bench.measure import run_block
 from stagecache.bench.workloads import Decode
 from tests.daemon_process import DaemonProcess
 
-PYTHON_CALLS = 92
-C_CALLS = 112
+PYTHON_CALLS = 60
+C_CALLS = 76
 """Upper bounds for a decode step with one key; to be lowered with every gain."""
-PYTHON_CALLS_A_KEY = 14
-C_CALLS_A_KEY = 30
+PYTHON_CALLS_A_KEY = 8
+C_CALLS_A_KEY = 22
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +55,9 @@ def test_calls_of_a_further_key(counted: dict[tuple[int, int], CountedStep]) -> 
 
 def test_a_step_calls_nothing_for_each_request(counted: dict[tuple[int, int], CountedStep]) -> None:
     few, many = counted[8, 0], counted[256, 0]
-    assert few.python_calls == many.python_calls
-    assert abs(few.c_calls - many.c_calls) <= 4
+    # A step in which some request begins a block looks that up, for all of them at once.
+    assert abs(few.python_calls - many.python_calls) <= 4
+    assert abs(few.c_calls - many.c_calls) <= 8
 
 
 def test_each_row_is_copied_once_in_and_once_out(counted: dict[tuple[int, int], CountedStep]) -> None:
