@@ -50,11 +50,15 @@ def read_prompts(path: Path) -> list[Prompt]:
     and, if wanted, ``id``. Without an id a prompt is named by its line number, from 0.
 
     Raises:
-        PromptFileError: a line is none of these, or an id comes twice.
+        PromptFileError: the file is no UTF-8, a line is none of these, or an id comes twice.
     """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PromptFileError(f"{path} is not UTF-8 ({error}); write one JSON value a line, in UTF-8") from error
     prompts: list[Prompt] = []
     seen: set[str] = set()
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+    for number, line in enumerate(text.split("\n")):
         if not line.strip():
             continue
         prompt = _parse_line(line, f"{path}:{number + 1}", f"{number:06d}")
@@ -70,11 +74,13 @@ def read_prompts(path: Path) -> list[Prompt]:
 def _parse_line(line: str, where: str, default_id: str) -> Prompt:
     try:
         value: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PromptFileError(f"{where}: not JSON ({error}); write one JSON value a line") from error
     req_id = default_id
     if isinstance(value, dict):
         req_id = str(value.get("id", default_id))
+        if not req_id.isprintable():
+            raise PromptFileError(f"{where}: the id {req_id!r} is no name for a file")
         value = value.get("tokens", value.get("text"))
     if isinstance(value, str) and value:
         return Prompt(req_id, text=value)
@@ -137,8 +143,12 @@ def extract(
         on_start()
         unsubscribe = on_step(sink)
         try:
+            vocabulary = engine.model_config.get_vocab_size()
             for prompt in prompts:
                 try:
+                    # Without a tokenizer vLLM does not look, and one such id would end the engine for all prompts.
+                    if max(prompt.tokens) >= vocabulary:
+                        raise ValueError(f"token id {max(prompt.tokens)} of a vocabulary of {vocabulary}")
                     engine.add_request(prompt.req_id, {"prompt_token_ids": list(prompt.tokens)}, params)
                 except refusals as error:  # longer than the model's context, or an id outside its vocabulary
                     result.failed[prompt.req_id] = str(error)

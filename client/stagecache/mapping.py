@@ -42,6 +42,10 @@ class StagedKey:
     dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
+        with torch.inference_mode(False):  # Opened inside it, the pages could not be written outside of it.
+            self._map()
+
+    def _map(self) -> None:
         self.dtype = torch_dtype(self.schema.dtype)
         capacity = self.geometry.staging_capacity_tokens
         stride = page_stride(self.geometry, self.schema.row_bytes)

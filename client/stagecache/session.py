@@ -7,6 +7,7 @@ fails at once, and steps without hits go on. When a daemon has adopted the sessi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -14,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from stagecache.arena import ALIGN
 from stagecache.errors import (
     AttachError,
     CallDeadlineError,
@@ -62,6 +64,19 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def check_key(schema: KeySchema, geometry: Geometry) -> None:
+    """
+    Raises:
+        BadGeometryError: the schema cannot be, or a hit on its rows could not be brought through the arena's bounce.
+    """
+    schema.checked()
+    if schema.row_bytes > geometry.arena_bytes // 8 - ALIGN:
+        raise BadGeometryError(
+            f"key {schema.name}: a row of {schema.row_bytes} bytes is more than an eighth of the arena of "
+            f"{geometry.arena_bytes}; raise arena_bytes"
+        )
 
 
 class Session:
@@ -121,9 +136,9 @@ class Session:
             AttachError: refused; its class and text say why and what to change.
         """
         try:
-            geometry.checked()
+            checked = geometry.checked()
             for key in keys:
-                key.checked()
+                check_key(key, checked)
             f"{model}{stage}".encode()
         except (BadGeometryError, UnicodeEncodeError) as error:
             raise GeometryError(f"attach: {error}") from error
@@ -158,8 +173,11 @@ class Session:
             )
             return cls(rpc, lock, answer, stage, daemon_grace_s)
         except BaseException:
+            # Nothing stays behind: the daemon forgets the id and watches this process no more.
+            with contextlib.suppress(StageCacheError):
+                rpc.detach(RPC_TIMEOUT_S)
             rpc.close()
-            lock.release()
+            lock.release(unlink=True)
             raise
 
     @property
@@ -175,7 +193,7 @@ class Session:
             StageCacheError: away, refused (budget, shared memory, schema), or not answered in time.
         """
         try:
-            schema.checked()
+            check_key(schema, self.geometry)
         except BadGeometryError as error:
             raise GeometryError(str(error)) from error
         if self.away:

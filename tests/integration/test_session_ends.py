@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stagecache import KeySchema, StageCache
-from stagecache.errors import GeometryError, SessionFailedError
+from stagecache.errors import BudgetError, GeometryError, SessionFailedError
 from stagecache.step import NewRequest, SchedulerStep
 from stagecache_wire import layout
 from stagecache_wire.geometry import Geometry
@@ -133,3 +133,43 @@ def test_sizes_and_names_that_cannot_be_are_refused_before_anything_is_taken(
     settings = {"model": "m", "stage": "sizes", "geometry": GEOMETRY, **change}
     with pytest.raises(GeometryError):
         StageCache.attach(socket=daemon.socket, view=OneRequest(), **settings)
+
+
+def test_a_refused_attach_leaves_nothing_behind(daemon: Any) -> None:
+    """No lock file, and no descriptor at the daemon, while this process lives on."""
+    files, descriptors = daemon.shm_files(), len(os.listdir(f"/proc/{daemon.pid}/fd"))
+    for _ in range(20):
+        with pytest.raises(BudgetError):
+            StageCache.attach(
+                socket=daemon.socket,
+                model="m",
+                stage="refused",
+                geometry=Geometry(1 << 22, 16, 32),
+                view=OneRequest(),
+                keys=[KeySchema("k", "float32", (1 << 16,))],
+            )
+    assert daemon.shm_files() == files
+    poll_until(lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")) <= descriptors + 4, "the daemon to let go")
+
+
+def test_a_row_that_no_hit_could_bring_is_refused_when_its_key_is_opened(daemon: Any) -> None:
+    """Its rows are handed out; hidden and the steps are kept."""
+    view = OneRequest()
+    small = Geometry(8, 4, 32, arena_bytes=1 << 16)
+    with StageCache.attach(socket=daemon.socket, model="m", stage="wide", geometry=small, view=view) as cache:
+        wide = torch.arange(4 * 4096, dtype=torch.float32).view(4, 4096)
+        merged = cache.materialize(prefill(cache, view, "a", 0, [0], wide=wide), ["a"])
+        assert torch.equal(merged.mm_outputs["wide"]["a"], wide)
+        assert cache.counters.lost_steps == 0
+        with pytest.raises(GeometryError, match="raise arena_bytes"):
+            cache.materialize(prefill(cache, view, "b", 4, [0, 1], wide=wide), ["b"])
+
+
+def test_a_key_opened_in_inference_mode_may_be_written_outside_of_it(daemon: Any) -> None:
+    view = OneRequest()
+    with StageCache.attach(socket=daemon.socket, model="m", stage="modes", geometry=GEOMETRY, view=view) as cache:
+        rows = torch.arange(16, dtype=torch.float32).view(4, 4).t()
+        with torch.inference_mode():
+            cache.discard_step(prefill(cache, view, "a", 0, [0], turned=rows))
+        merged = cache.materialize(prefill(cache, view, "b", 0, [1], turned=rows), ["b"])
+        assert torch.equal(merged.mm_outputs["turned"]["b"], rows)

@@ -7,47 +7,62 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import vllm_omni.worker.gpu_model_runner as gpu_runner
 from vllm_omni.core.prefix_cache import OmniPrefixCacheUnmatchError, runner_mixin
 
+from stagecache.demo.checkpoint import ModelShape, write_checkpoint
+from stagecache.local_engine import quiet_engine_environment
 from stagecache.shim import plugin
 from stagecache.shim.omni import patch
 from stagecache.shim.omni.errors import UnsupportedOmniError
 
+ROOT = Path(__file__).resolve().parents[2]
+
 WORKER = """
 import json, sys
-from vllm.plugins import load_general_plugins
-load_general_plugins()
-import vllm.v1.worker.cpu_worker
-import vllm_omni.worker.gpu_ar_model_runner as ar
+from pathlib import Path
+import vllm_omni
+from vllm import LLM, SamplingParams
+from tests.omni.engines import engine_arguments, tokens
+llm = LLM(**engine_arguments(Path(sys.argv[1]), "thinker"))
+params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True)
+prompts = [{"prompt_token_ids": tokens(1, 150)}]
+hits = [llm.generate(prompts, params, use_tqdm=False)[0].num_cached_tokens for _ in range(2)]
+from tests.omni.ar_worker import RUNNERS, GPUARModelRunner
 from vllm_omni.core.prefix_cache.runner_mixin import PrefixCacheRunnerMixin
-ours = sorted(m for m in sys.modules if m.partition(".")[0] in ("stagecache", "stagecached", "stagecache_wire"))
 print(json.dumps({
-    "ours": ours,
-    "ensure": PrefixCacheRunnerMixin._ensure_omni_prefix_cache.__name__,
-    "module": PrefixCacheRunnerMixin._ensure_omni_prefix_cache.__code__.co_filename.split("site-packages")[-1],
-    "kv": "initialize_kv_cache" in vars(ar.OmniGPUModelRunner),
+    "hits": hits,
+    "manager": type(RUNNERS["thinker"].omni_prefix_cache).__name__,
+    "ours": sorted(m for m in sys.modules if m.partition(".")[0] in ("stagecache", "stagecached", "stagecache_wire")),
+    "hooks": [type(finder).__name__ for finder in sys.meta_path if "stagecache" in type(finder).__module__],
+    "ensure": Path(PrefixCacheRunnerMixin._ensure_omni_prefix_cache.__code__.co_filename).name,
+    "kv": [c.__name__ for c in GPUARModelRunner.__mro__ if "initialize_kv_cache" in vars(c)],
 }))
 """
 
 
-def in_a_worker() -> dict[str, object]:
-    """What a worker has loaded after its plugins and runner."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("STAGECACHE_")}
-    done = subprocess.run([sys.executable, "-c", WORKER], env=env, capture_output=True, text=True, check=True)
-    answer: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return answer
-
-
 @pytest.mark.slow
-def test_with_the_variable_unset_nothing_but_the_entry_point_is_loaded() -> None:
-    found = in_a_worker()
-    assert found["ours"] == ["stagecache", "stagecache.shim", "stagecache.shim.plugin"]
-    assert str(found["module"]).startswith("/vllm_omni/")
-    assert found["kv"] is False
+@pytest.mark.timeout(300)
+def test_with_the_variable_unset_an_engine_runs_with_nothing_of_ours_but_the_entry_point(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, ModelShape(hidden=128, vocab=1024, max_len=1024))
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("STAGECACHE_", "VLLM_"))}
+    env |= quiet_engine_environment() | {"VLLM_PLUGINS": "stagecache,vllm_omni_register_models"}
+    env |= {"PYTHONPATH": str(ROOT), "VLLM_CACHE_ROOT": str(tmp_path / "vllm")}
+    command = [sys.executable, "-c", WORKER, str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "hits": [0, 128],
+        "manager": "OmniPrefixCacheManager",
+        "ours": ["stagecache", "stagecache.shim", "stagecache.shim.plugin"],
+        "hooks": [],
+        "ensure": "runner_mixin.py",
+        "kv": ["GPUModelRunner"],
+    }
 
 
 def test_the_plugin_watches_what_is_patched() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +121,7 @@ def _attach(runner: Any, config: Any) -> SidecarPrefixCacheManager | None:
             error,
         )
         return None
+    weakref.finalize(runner, manager.shutdown)  # for a runner that ends before its first step
     geometry = manager.cache.session.geometry
     logger.info(
         "stagecache: stage %s attached as session %s, %d blocks of %d, keys %s",
