@@ -13,8 +13,10 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
+NEXT_VENV ?= .venv-omni-next
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made
+NEXT_STAMP := $(NEXT_VENV)/.made
 PYTEST := $(BIN)/python -m pytest
 
 # The engine must neither look for models on the network nor report its use.
@@ -22,7 +24,7 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo lint format test test-fast test-engine soak bench proto clean distclean
+.PHONY: help venv demo lint format test test-fast test-engine venv-omni-next test-omni-next soak bench proto clean distclean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -54,6 +56,15 @@ test-fast: $(STAMP) ## tests that need no engine, no kills and no patience
 test-engine: $(STAMP) ## tests against the real vLLM engine and vLLM-Omni runner
 	$(PYTEST) -m "engine and not soak" $(PYTEST_ARGS)
 
+$(NEXT_STAMP): constraints.txt pyproject.toml tools/make_venv_omni_next.sh tools/omni-next-constraints.txt tools/engine-requirements.txt
+	@bash tools/make_venv_omni_next.sh $(NEXT_VENV) $(PYTHON)
+	@touch $@
+
+venv-omni-next: $(NEXT_STAMP) ## an environment for vLLM-Omni 0.32.0rc1 (2 GB)
+
+test-omni-next: $(NEXT_STAMP) ## tests/omni against vLLM-Omni 0.32.0rc1
+	$(NEXT_VENV)/bin/python -m pytest tests/omni $(PYTEST_ARGS)
+
 soak: $(STAMP) ## long random runs with kills
 	$(PYTEST) -m soak $(PYTEST_ARGS)
 
@@ -70,7 +81,7 @@ dist: $(STAMP) ## build sdist and wheel into dist/, the same bytes for the same 
 
 clean: ## remove caches and build output, keep the environment
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . \( -path ./$(VENV) -o -path ./$(NEXT_VENV) \) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## also remove the environment
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(NEXT_VENV)

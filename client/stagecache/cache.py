@@ -250,27 +250,30 @@ class StageCache:
         plan, self._plan = self._plan, None
         if plan is None:
             raise StageCacheError("save_outputs without new_step_starts: every step begins with it")
+        step_id = self._next_step_id
+        self._next_step_id += 1
         try:
             with self._lock:
                 batch = self._batches.read(plan.scheduled, plan.tokens, num_tokens_unpadded)
-            step = self._saver.save(
-                self._next_step_id, plan, batch, hidden_states, multimodal_outputs or {}, num_tokens_padded
-            )
+            step = self._saver.save(step_id, plan, batch, hidden_states, multimodal_outputs or {}, num_tokens_padded)
+            with self._lock:
+                self._steps[step_id] = step
+            self.counters.steps += 1
+            self.counters.computed_rows += batch.tokens
+            self.counters.phase_ns["save"] += time.perf_counter_ns() - begun
+            self._export.saved(step, len(self._steps))
         except BaseException as error:
+            # Also an interrupt between any two lines: the caller never learns the id, so nothing may stay behind it.
+            with self._lock:
+                self._steps.pop(step_id, None)
+            self._saver.pages.abandon(step_id)
             self.counters.refused_saves += 1
             try:
                 self._lose(plan)
             finally:
                 self._export.refused(error, len(self._steps))
             raise
-        with self._lock:
-            self._next_step_id += 1
-            self._steps[step.step_id] = step
-        self.counters.steps += 1
-        self.counters.computed_rows += batch.tokens
-        self.counters.phase_ns["save"] += time.perf_counter_ns() - begun
-        self._export.saved(step, len(self._steps))
-        return step.step_id
+        return step_id
 
     # ------------------------------------------------------------ materialize
 

@@ -72,6 +72,13 @@ class StepPages:
             with self._changed:
                 self._changed.notify_all()
 
+    def abandon(self, step_id: int) -> None:
+        """The step failed: its page is nobody's. Where its record got out, the daemon has still to read the page."""
+        for use in self._uses:
+            if use is not None and use.step_id == step_id:
+                use.sequence = max(use.sequence, self._log.head)
+                self.hand_out(use)
+
     def unconsumed(self) -> list[int]:
         """Step ids that hold a page and were neither materialized nor discarded."""
         return [use.step_id for use in self._uses if use is not None and not use.handed_out]

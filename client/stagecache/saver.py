@@ -105,7 +105,7 @@ class StepSaver:
         outputs: Mapping[str, Any],
         padded: int,
     ) -> SavedStep:
-        """Keep a step's outputs; whatever fails leaves no page behind (W7).
+        """Keep a step's outputs. Whatever fails, the caller abandons the step's page (W7).
 
         Raises:
             StagingTimeoutError: no page became free (W2).
@@ -143,11 +143,8 @@ class StepSaver:
                     self._log_step(plan, batch, split, page)
                 write.advance(WriteState.HOST_READY, sequence=page.sequence)
         except BaseException as error:
-            write.advance(WriteState.FAILED, cause=str(error))
-            if page is not None:
-                # Broken off after the record was published (by a signal, say), the daemon has still to read the page.
-                page.sequence = max(page.sequence, self.session.log.head)
-                self.pages.hand_out(page)
+            if write.state < WriteState.WRITTEN:
+                write.advance(WriteState.FAILED, cause=str(error))
             raise
         return SavedStep(
             step_id,

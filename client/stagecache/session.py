@@ -140,6 +140,8 @@ class Session:
             for key in keys:
                 check_key(key, checked)
             f"{model}{stage}".encode()
+            if not 0 <= rank < 1 << 31:
+                raise BadGeometryError(f"rank {rank}")
         except (BadGeometryError, UnicodeEncodeError) as error:
             raise GeometryError(f"attach: {error}") from error
         credentials = handshake(socket, "worker")
@@ -172,12 +174,14 @@ class Session:
                 ATTACH_TIMEOUT_S,
             )
             return cls(rpc, lock, answer, stage, daemon_grace_s)
-        except BaseException:
+        except BaseException as error:
             # Nothing stays behind: the daemon forgets the id and watches this process no more.
             with contextlib.suppress(StageCacheError):
                 rpc.detach(RPC_TIMEOUT_S)
             rpc.close()
             lock.release(unlink=True)
+            if isinstance(error, StageCacheError) and not isinstance(error, AttachError):
+                raise AttachError(f"attach: {error}", reason=error.reason) from error
             raise
 
     @property

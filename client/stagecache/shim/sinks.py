@@ -10,13 +10,14 @@ Both may be set. A file is written before the engine answers its request, so it 
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 from urllib.parse import quote
 
 from stagecache.errors import StageCacheError
@@ -31,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 class SinkConfigError(StageCacheError):
     """STAGECACHE_SINK or STAGECACHE_ON_STEP does not name something that can be used."""
+
+
+MAX_NAME_BYTES: Final = 200
+"""Of a file's name without its suffix; file systems take 255 bytes."""
 
 
 class SafetensorsSink:
@@ -50,7 +55,10 @@ class SafetensorsSink:
             self._assemble(rows)
 
     def path(self, req_id: str, suffix: str) -> Path:
-        return self.directory / (quote(external_id(req_id), safe=" ") + suffix)
+        name = quote(external_id(req_id), safe=" ", errors="replace")
+        if len(name) > MAX_NAME_BYTES:  # A client chooses its id; the file system does not take every length.
+            name = f"{name[: MAX_NAME_BYTES - 17]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+        return self.directory / (name + suffix)
 
     def write(self, prompt: PromptRows) -> bool:
         """Write a prompt's file; False, and a line in the log, where the file system refuses."""
@@ -63,17 +71,20 @@ class SafetensorsSink:
         }
         try:
             write_hidden_states(path, prompt.hidden, metadata)
-        except OSError as error:
+            self.path(prompt.req_id, ".error.json").unlink(missing_ok=True)
+        except Exception as error:  # safetensors has no OSError of its own; and no file may stop the engine
             logger.error("stagecache: cannot write %s: %s", path, error)
             return False
-        self.path(prompt.req_id, ".error.json").unlink(missing_ok=True)
         return True
 
     def write_error(self, req_id: str, error: StageCacheError) -> None:
         logger.error("stagecache: no hidden states for request %s: %s", external_id(req_id), error)
-        self.path(req_id, ".safetensors").unlink(missing_ok=True)
         text = json.dumps({"request_id": external_id(req_id), "error": type(error).__name__, "text": str(error)})
-        self.path(req_id, ".error.json").write_text(text + "\n", encoding="utf-8")
+        try:
+            self.path(req_id, ".safetensors").unlink(missing_ok=True)
+            self.path(req_id, ".error.json").write_text(text + "\n", encoding="utf-8")
+        except OSError as refusal:
+            logger.error("stagecache: cannot write below %s: %s", self.directory, refusal)
 
 
 def write_hidden_states(path: Path, hidden: torch.Tensor, metadata: Mapping[str, str]) -> None:
