@@ -90,10 +90,10 @@ def test_text_that_is_no_key_is_refused(text: str) -> None:
 @pytest.mark.engine
 def test_key_text_is_that_of_the_shim() -> None:
     """STAGECACHE_KEYS and --key have one form."""
-    from stagecache.shim.omni.keys import parse_keys
+    from stagecache.shim.omni.keys import keys_from_env
 
     text = "hidden_states.layer_24:bfloat16:2048 codes.audio:int64:16 meta.codec_streaming:int8 x:float32:2x3"
-    assert parse_keys(text) == [parse_key(part) for part in text.split()]
+    assert keys_from_env({"STAGECACHE_KEYS": text}) == [parse_key(part) for part in text.split()]
 
 
 @pytest.mark.parametrize(
