@@ -80,15 +80,7 @@ class ControlWords:
         self._arena = shm.open_segment(arena_segment)
         self.words = self._control.view.cast("Q")
         self.bytes = self._control.view
-        identity = int(session_id, 16)
-        header = {
-            layout.H_MAGIC: layout.MAGIC,
-            layout.H_ABI: layout.ABI,
-            layout.H_SESSION_LOW: identity & (1 << 64) - 1,
-            layout.H_NUM_BLOCKS: geometry.num_blocks,
-            layout.H_TOTAL_BYTES: self.layout.total_bytes,
-        }
-        for word, value in header.items():
+        for word, value in layout.header_words(session_id, geometry):
             if self.words[word] != value:
                 raise AbiMismatchError(f"control segment: header word {word} is {self.words[word]}, expected {value}.")
         shm.prefault(self._control)

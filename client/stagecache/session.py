@@ -32,6 +32,7 @@ from stagecache_wire import layout, shm
 from stagecache_wire.figures import WAITS
 from stagecache_wire.geometry import BadGeometryError, Geometry, KeySchema
 from stagecache_wire.locks import LifeLock, LockHeldError, is_held
+from stagecache_wire.messages import geometry_from_wire, geometry_to_wire, schema_from_wire, schema_to_wire
 from stagecache_wire.names import RunPaths
 from stagecache_wire.records import KeyMode, Kind, Record, key_words
 from stagecache_wire.v1 import stagecache_pb2 as pb
@@ -42,17 +43,6 @@ ATTACH_TIMEOUT_S: Final = 120.0
 """Prefaulting pools takes about a second a GiB."""
 RPC_TIMEOUT_S: Final = 30.0
 _ALIVE_EVERY_S: Final = 0.05
-
-
-def schema_message(schema: KeySchema) -> pb.KeySchema:
-    """The wire form of a key's schema."""
-    return pb.KeySchema(
-        name=schema.name,
-        dtype=schema.dtype,
-        row_shape=list(schema.row_shape),
-        row_bytes=schema.row_bytes,
-        provisional=schema.provisional,
-    )
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -83,15 +73,7 @@ class Session:
     """An attached worker. Made by ``Session.attach``; ended by ``close`` or by the process' end."""
 
     def __init__(self, rpc: Rpc, lock: LifeLock, answer: pb.AttachResponse, stage: str, daemon_grace_s: float) -> None:
-        granted = answer.geometry
-        self.geometry = Geometry(
-            granted.num_blocks,
-            granted.block_size,
-            granted.staging_capacity_tokens,
-            granted.staging_depth,
-            granted.arena_bytes,
-            granted.max_results,
-        )
+        self.geometry = geometry_from_wire(answer.geometry)
         self.rpc = rpc
         self.stage = stage
         self.control = ControlWords(
@@ -159,15 +141,8 @@ class Session:
                     model=model,
                     stage=stage,
                     pid=os.getpid(),
-                    geometry=pb.Geometry(
-                        num_blocks=geometry.num_blocks,
-                        block_size=geometry.block_size,
-                        staging_capacity_tokens=geometry.staging_capacity_tokens,
-                        staging_depth=geometry.staging_depth,
-                        arena_bytes=geometry.arena_bytes,
-                        max_results=geometry.max_results,
-                    ),
-                    keys=[schema_message(key) for key in keys],
+                    geometry=geometry_to_wire(geometry),
+                    keys=[schema_to_wire(key) for key in keys],
                     open_remembered_keys=open_remembered_keys,
                     rank=rank,
                 ),
@@ -204,7 +179,7 @@ class Session:
             raise DaemonLostError(f"key {schema.name} cannot be opened: the daemon is away")
         if replacing is not None:
             self.wait_consumed(self.close_key(replacing), RPC_TIMEOUT_S, f"key {schema.name} to be given up")
-        request = pb.OpenKeyRequest(key=schema_message(schema))
+        request = pb.OpenKeyRequest(key=schema_to_wire(schema))
         deadline = time.monotonic() + RPC_TIMEOUT_S
         gone_since: float | None = None
         while True:
@@ -230,8 +205,7 @@ class Session:
         return self.append(Record(0, Kind.CLOSE_KEY, keys=key_words((key.key_id, KeyMode.ROWS))))
 
     def _staged(self, answer: pb.OpenKeyResponse) -> StagedKey:
-        key = answer.key
-        schema = KeySchema(key.name, key.dtype, tuple(key.row_shape), key.provisional)
+        schema = schema_from_wire(answer.key)
         segment = shm.open_segment(answer.staging_segment)
         shm.prefault(segment)
         return StagedKey(answer.key_id, schema, segment, self.geometry)

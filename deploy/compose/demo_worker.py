@@ -30,6 +30,7 @@ from stagecache_wire import figures, layout, shm
 from stagecache_wire.fence import fence
 from stagecache_wire.geometry import Geometry, KeySchema, page_stride
 from stagecache_wire.locks import LifeLock
+from stagecache_wire.messages import geometry_to_wire, schema_to_wire
 from stagecache_wire.records import GATHER_DTYPE, KeyMode, Kind, Record, encode, key_words
 from stagecache_wire.v1 import stagecache_pb2 as pb
 
@@ -72,17 +73,8 @@ class DemoSession:
                 model="demo",
                 stage=stage,
                 pid=os.getpid(),
-                geometry=pb.Geometry(
-                    num_blocks=g.num_blocks,
-                    block_size=g.block_size,
-                    staging_capacity_tokens=g.staging_capacity_tokens,
-                    staging_depth=g.staging_depth,
-                    arena_bytes=g.arena_bytes,
-                    max_results=g.max_results,
-                ),
-                keys=[
-                    pb.KeySchema(name=k.name, dtype=k.dtype, row_shape=k.row_shape, row_bytes=k.row_bytes) for k in KEYS
-                ],
+                geometry=geometry_to_wire(g),
+                keys=[schema_to_wire(key) for key in KEYS],
             ),
             60.0,
         )

@@ -135,3 +135,26 @@ class ControlLayout:
 
     def result_word(self, index: int) -> int:
         return self.results_word + index * RESULT_WORDS
+
+
+def header_words(session_id: str, geometry: Geometry) -> list[tuple[int, int]]:
+    """Header words and the values that they hold: written by the daemon, held against by whoever maps the segment.
+
+    session_id: hex digits. geometry: as granted.
+    """
+    identity, control = int(session_id, 16), ControlLayout.of(geometry)
+    return [
+        (H_MAGIC, MAGIC),
+        (H_ABI, ABI),
+        (H_SESSION_LOW, identity & (1 << 64) - 1),
+        (H_SESSION_HIGH, identity >> 64),
+        (H_NUM_BLOCKS, geometry.num_blocks),
+        (H_BLOCK_SIZE, geometry.block_size),
+        (H_CAPACITY, geometry.staging_capacity_tokens),
+        (H_DEPTH, geometry.staging_depth),
+        (H_ARENA_BYTES, geometry.arena_bytes),
+        (H_MAX_RESULTS, geometry.max_results),
+        (H_LOG_ENTRIES, control.log_entries),
+        (H_PAYLOAD_BYTES, control.payload_bytes),
+        (H_TOTAL_BYTES, control.total_bytes),
+    ]

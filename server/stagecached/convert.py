@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from stagecache_wire.geometry import MAX_KEYS, BadGeometryError, Geometry, KeySchema
+from stagecache_wire.messages import geometry_from_wire, geometry_to_wire, schema_from_wire, schema_to_wire
 from stagecache_wire.v1 import stagecache_pb2 as pb
 from stagecached.keystore import KeyStore
 from stagecached.refusal import Refusal
@@ -28,31 +29,24 @@ def attach_spec(request: pb.AttachRequest) -> AttachSpec:
         stage=request.stage,
         pid=request.pid,
         rank=request.rank,
-        geometry=geometry_from_wire(request.geometry),
-        keys=tuple(schema_from_wire(key) for key in request.keys),
+        geometry=checked_geometry(request.geometry),
+        keys=tuple(checked_schema(key) for key in request.keys),
         open_remembered_keys=request.open_remembered_keys,
     )
 
 
-def geometry_from_wire(geometry: pb.Geometry) -> Geometry:
+def checked_geometry(geometry: pb.Geometry) -> Geometry:
     """The geometry as it would be granted. Raises: Refusal, BAD_GEOMETRY."""
     try:
-        return Geometry(
-            num_blocks=geometry.num_blocks,
-            block_size=geometry.block_size,
-            staging_capacity_tokens=geometry.staging_capacity_tokens,
-            staging_depth=geometry.staging_depth,
-            arena_bytes=geometry.arena_bytes,
-            max_results=geometry.max_results,
-        ).checked()
+        return geometry_from_wire(geometry).checked()
     except BadGeometryError as error:
         raise _bad_geometry(error) from error
 
 
-def schema_from_wire(key: pb.KeySchema) -> KeySchema:
+def checked_schema(key: pb.KeySchema) -> KeySchema:
     """Raises: Refusal, BAD_GEOMETRY."""
     try:
-        schema = KeySchema(key.name, key.dtype, tuple(key.row_shape), key.provisional).checked()
+        schema = schema_from_wire(key).checked()
     except BadGeometryError as error:
         raise _bad_geometry(error) from error
     if key.row_bytes not in (0, schema.row_bytes):
@@ -64,29 +58,6 @@ def schema_from_wire(key: pb.KeySchema) -> KeySchema:
 
 def _bad_geometry(why: object) -> Refusal:
     return Refusal(pb.REASON_BAD_GEOMETRY, f"{why}.", "Correct the sizes that the worker asks for.")
-
-
-def geometry_to_wire(geometry: Geometry) -> pb.Geometry:
-    """Field by field."""
-    return pb.Geometry(
-        num_blocks=geometry.num_blocks,
-        block_size=geometry.block_size,
-        staging_capacity_tokens=geometry.staging_capacity_tokens,
-        staging_depth=geometry.staging_depth,
-        arena_bytes=geometry.arena_bytes,
-        max_results=geometry.max_results,
-    )
-
-
-def schema_to_wire(schema: KeySchema) -> pb.KeySchema:
-    """Field by field, with the derived bytes of a row."""
-    return pb.KeySchema(
-        name=schema.name,
-        dtype=schema.dtype,
-        row_shape=schema.row_shape,
-        row_bytes=schema.row_bytes,
-        provisional=schema.provisional,
-    )
 
 
 def open_key_response(segments: SessionSegments, store: KeyStore) -> pb.OpenKeyResponse:

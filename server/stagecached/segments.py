@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,7 +89,7 @@ class SessionSegments:
             shm.unlink_semaphore(names.worker_doorbell)
             raise
         session._prefault(made, progress)
-        for word, value in session._header():
+        for word, value in layout.header_words(names.session_id, geometry):
             session.words[word] = value
         session.words[layout.D_BOOT_ID] = boot_id
         return session
@@ -115,7 +115,7 @@ class SessionSegments:
             if any(part.size < size for part, size in zip(parts, needed, strict=True)):
                 raise AdoptError("a segment is smaller than its geometry says")
             session = cls(names, geometry, *parts, mode=mode)
-            for word, value in session._header():
+            for word, value in layout.header_words(names.session_id, geometry):
                 if session.words[word] != value:
                     raise AdoptError(f"header word {word} is {session.words[word]}, expected {value}")
             for key_id, schema in keys.items():
@@ -124,24 +124,6 @@ class SessionSegments:
             raise AdoptError(f"a segment cannot be mapped: {error}") from error
         session.words[layout.D_BOOT_ID] = boot_id
         return session
-
-    def _header(self) -> Iterator[tuple[int, int]]:
-        """Header words and the values that they must hold."""
-        identity = int(self.names.session_id, 16)
-        geometry, control = self.geometry, self.layout
-        yield layout.H_MAGIC, layout.MAGIC
-        yield layout.H_ABI, layout.ABI
-        yield layout.H_SESSION_LOW, identity & (1 << 64) - 1
-        yield layout.H_SESSION_HIGH, identity >> 64
-        yield layout.H_NUM_BLOCKS, geometry.num_blocks
-        yield layout.H_BLOCK_SIZE, geometry.block_size
-        yield layout.H_CAPACITY, geometry.staging_capacity_tokens
-        yield layout.H_DEPTH, geometry.staging_depth
-        yield layout.H_ARENA_BYTES, geometry.arena_bytes
-        yield layout.H_MAX_RESULTS, geometry.max_results
-        yield layout.H_LOG_ENTRIES, control.log_entries
-        yield layout.H_PAYLOAD_BYTES, control.payload_bytes
-        yield layout.H_TOTAL_BYTES, control.total_bytes
 
     def _prefault(self, segments: list[shm.Segment], progress: Progress | None) -> None:
         total = sum(segment.size for segment in segments)

@@ -53,7 +53,7 @@ class StageCacheService(pb_grpc.StageCacheServicer):
 
     async def OpenKey(self, request: pb.OpenKeyRequest, context: Any) -> pb.OpenKeyResponse:
         session = self._session(context)
-        store = await self._manager.open_key(session.session_id, convert.schema_from_wire(request.key))
+        store = await self._manager.open_key(session.session_id, convert.checked_schema(request.key))
         return convert.open_key_response(session.segments, store)
 
     async def Detach(self, request: pb.DetachRequest, context: Any) -> pb.DetachResponse:

@@ -6,9 +6,8 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from stagecache_wire import layout
+from stagecache_wire import layout, messages
 from stagecache_wire.v1 import stagecache_pb2 as pb
-from stagecached import convert
 from stagecached.keystore import KeyStore
 from stagecached.session import Session
 
@@ -36,7 +35,7 @@ def session_stats(session: Session) -> pb.SessionStats:
         stage=manifest.stage,
         pid=manifest.pid,
         rank=manifest.rank,
-        geometry=convert.geometry_to_wire(segments.geometry),
+        geometry=messages.geometry_to_wire(segments.geometry),
         keys=[_key_stats(session, store) for _, store in sorted(segments.keys.copy().items())],
         head=segments.head,
         consumed=segments.consumed,
@@ -56,7 +55,7 @@ def session_stats(session: Session) -> pb.SessionStats:
 def _key_stats(session: Session, store: KeyStore) -> pb.KeyStats:
     segments = session.segments
     return pb.KeyStats(
-        key=convert.schema_to_wire(store.schema),
+        key=messages.schema_to_wire(store.schema),
         key_id=store.key_id,
         pool_bytes=store.pool_bytes,
         staging_bytes=store.staging_bytes,

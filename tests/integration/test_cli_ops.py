@@ -16,10 +16,10 @@ from stagecache.cli.drain import DrainError
 from stagecache.control import connect_observer
 from stagecache.errors import DaemonUnavailableError
 from stagecache.plan import DOORBELL_BYTES, LOCK_BYTES, plan_deployment, stage_of
-from stagecache.session import schema_message
 from stagecache_wire import shm
 from stagecache_wire.layout import ABI
 from stagecache_wire.locks import LifeLock
+from stagecache_wire.messages import schema_to_wire
 from stagecache_wire.names import RunPaths, SessionNames
 from stagecache_wire.shm import SHM_DIRECTORY
 from stagecache_wire.v1 import stagecache_pb2 as pb
@@ -63,7 +63,7 @@ def test_plan_is_what_attach_then_takes(fresh_daemon: DaemonProcess) -> None:
                 arena_bytes=spec.arena_bytes,
                 max_results=spec.max_results,
             )
-            keys = [schema_message(key) for key in spec.keys]
+            keys = [schema_to_wire(key) for key in spec.keys]
             rpc.attach(pb.AttachRequest(abi=ABI, model="m", stage=spec.name, geometry=asked, keys=keys), 30.0)
             stem = SessionNames(node, rpc.credentials.session_id).stem
             assert taken(f"{stem}.*") == planned.session_bytes
