@@ -5,7 +5,7 @@ vLLM's own objects fit as they are; these are for callers without vLLM, and say 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -50,13 +50,6 @@ class SchedulerStep:
     @property
     def total_num_scheduled_tokens(self) -> int:
         return sum(self.num_scheduled_tokens.values())
-
-
-class SchedulerOutputLike(Protocol):
-    """The part of vLLM's SchedulerOutput that the cache reads."""
-
-    @property
-    def num_scheduled_tokens(self) -> Mapping[str, int]: ...
 
 
 class BatchView(Protocol):
