@@ -406,7 +406,9 @@ class StageCache:
         self.close()
 
     def close(self) -> None:
-        """Detach from the daemon; the session's memory is freed. Rows handed out stay good."""
+        """Detach from the daemon, which gives up the session. Rows handed out stay good; what this process has mapped
+        goes when this object and they are collected.
+        """
         if not self._closed:
             self._closed = True
             self.session.close()
