@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,3 +175,19 @@ def test_a_key_opened_in_inference_mode_may_be_written_outside_of_it(daemon: Any
             cache.discard_step(prefill(cache, view, "a", 0, [0], turned=rows))
         merged = cache.materialize(prefill(cache, view, "b", 0, [1], turned=rows), ["b"])
         assert torch.equal(merged.mm_outputs["turned"]["b"], rows)
+
+
+def test_a_worker_that_attaches_again_and_again_maps_no_more_than_at_first(daemon: Any) -> None:
+    """Segments and semaphores of a closed session go with its objects."""
+
+    def mapped() -> int:
+        gc.collect()
+        return sum("stagecache" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    before = mapped()
+    for _ in range(5):
+        view = OneRequest()
+        with attach(daemon, "again", view) as cache:
+            cache.discard_step(prefill(cache, view, "a", 0, [0]))
+        del cache
+    assert mapped() == before
