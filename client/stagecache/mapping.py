@@ -61,10 +61,6 @@ class StagedKey:
         """Whether rows of the tensor may stand in this key (K3)."""
         return tensor.dtype == self.dtype and tuple(tensor.shape[1:]) == self.schema.row_shape
 
-    def rows_of(self, raw: torch.Tensor) -> torch.Tensor:
-        """uint8 bytes as rows: [n, *row_shape] of the key's dtype."""
-        return raw.view(self.dtype).view(-1, *self.schema.row_shape)
-
 
 class ControlWords:
     """The control segment as the worker sees it: it writes the worker words, entries and payloads, nothing else."""
@@ -88,20 +84,12 @@ class ControlWords:
         self.arena = np.frombuffer(self._arena.map, np.uint8, geometry.arena_bytes)
 
     @property
-    def consumed(self) -> int:
-        return self.words[layout.D_CONSUMED]
-
-    @property
     def boot_id(self) -> int:
         return self.words[layout.D_BOOT_ID]
 
     @property
     def status(self) -> int:
         return self.words[layout.D_STATUS]
-
-    @property
-    def epoch(self) -> int:
-        return self.words[layout.D_EPOCH]
 
     def result(self, index: int) -> Result:
         """An entry of the result table."""
