@@ -70,11 +70,18 @@ class _StepTracer:
         }
         self._begun: Span | None = None
         self._open: dict[int, Span] = {}
-        self._append = cache.session.log.append
+        self._trace_log()
+        cache.on_renewed = self._trace_log
         for name in ("new_step_starts", "save_outputs", "materialize", "discard_step", "close"):
             inner = getattr(cache, name)
             setattr(cache, name, functools.wraps(inner)(functools.partial(getattr(self, name), inner)))
-        cache.session.log.append = self._traced_append  # type: ignore[method-assign]
+
+    def _trace_log(self) -> None:
+        """Follow the cache to the log of its session."""
+        log = self._cache.session.log
+        self._append = log.append
+        log.append = self._traced_append  # type: ignore[method-assign]
+        self._about["stagecache.session"] = self._cache.session.session_id
 
     def new_step_starts(self, inner: Callable[[Any], None], scheduler_output: Any) -> None:
         if self._begun is not None:
