@@ -153,11 +153,19 @@ class StageCache:
             explicit_acks=explicit_acks,
             device=device,
         )
+        cache._trace(model)
+        return cache
+
+    def begin_late(self, model: str) -> None:
+        """The engine ran before this cache was attached: nothing of what it has hashes for is here. Before any step."""
+        self._saver.epochs.begin_anew(0, "the worker attached late")
+        self._trace(model)
+
+    def _trace(self, model: str) -> None:
         if os.environ.get("STAGECACHE_TRACING", "0") not in ("", "0"):
             from stagecache import tracing
 
-            tracing.instrument(cache, model)
-        return cache
+            tracing.instrument(self, model)
 
     def register_policy(self, policy: ModelCachePolicy) -> None:
         """Set what the model wants cached (K5). Before the first step."""

@@ -36,13 +36,16 @@ class Attacher:
         attach: makes a session, or raises.
         what: whose it is, for the log.
         first_pause_s: before the first try.
+        known: an error that was told already.
 
     Attributes:
         last_error: why the last try failed.
     """
 
-    def __init__(self, attach: Callable[[], Session], what: str, *, first_pause_s: float = 0.0) -> None:
-        self.last_error = ""
+    def __init__(
+        self, attach: Callable[[], Session], what: str, *, first_pause_s: float = 0.0, known: Exception | None = None
+    ) -> None:
+        self.last_error = "" if known is None else _text_of(known)
         self._attach = attach
         self._what = what
         self._first_pause_s = first_pause_s
@@ -99,10 +102,14 @@ class Attacher:
 
     def _note(self, error: Exception) -> None:
         """Log an error that was not there the last time."""
-        text = f"{type(error).__name__}: {error}"
+        text = _text_of(error)
         if text != self.last_error:
             self.last_error = text
             logger.warning("stagecache: %s is not attached, and goes on asking: %s", self._what, text)
+
+
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class Renewals:
