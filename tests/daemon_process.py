@@ -42,6 +42,8 @@ class DaemonProcess:
             was ready to run and other processes had the CPU.
     """
 
+    module = "stagecached"
+
     def __init__(self, folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         self.socket = folder / "d.sock"
         self.log_file = folder / "daemon.log"
@@ -69,7 +71,7 @@ class DaemonProcess:
         started = time.monotonic()
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "stagecached", "--socket", str(self.socket), *self.arguments],
+                [sys.executable, "-m", self.module, "--socket", str(self.socket), *self.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
