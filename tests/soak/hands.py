@@ -63,7 +63,7 @@ class Worker:
                     Path(self.order["socket"]),
                     seed,
                     workload=Workload(seed, passing_keys=passing_keys),
-                    stage=self.order["name"],
+                    stage=self.order["kind"],
                     arena_bytes=self.order.get("arena_bytes", 1 << 20),
                     wait_s=60.0,
                 )

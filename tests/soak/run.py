@@ -180,13 +180,13 @@ class Soak:
         with sockets.socket(sockets.AF_UNIX) as peer:
             peer.settimeout(20.0)
             peer.connect(os.fspath(self.daemon.paths.peer_socket))
-            peer.sendall(self.rng.choice((b"", b"{", b'{"abi": 1, "role": "worker"}\n', b"\xff" * 5000)))
+            peer.sendall(self.rng.choice((b"", b"{", b'{"abi": 1, "role": "observer"}\n', b"\xff" * 5000)))
 
     def _reset(self) -> None:
         """Refused: no scheduler-side shim watches."""
         try:
             with connect_observer(self.daemon.socket, timeout_s=20.0) as observer:
-                observer.reset(STEADY[0], force=False, cause="soak")
+                observer.reset("steady", force=False, cause="soak")
         except StageCacheError:
             return
         self.outcome.wrong.append("a reset without a scheduler-side shim was not refused")
