@@ -21,6 +21,7 @@ from stagecache_wire.shm import PREFIX, SHM_DIRECTORY
 
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 20.0
+DAEMON = (sys.executable, "-m", "stagecached")
 
 Result = TypeVar("Result")
 
@@ -47,7 +48,7 @@ class DaemonProcess:
         folder: Path,
         *arguments: str,
         environment: Mapping[str, str] | None = None,
-        program: Sequence[str] = (sys.executable, "-m", "stagecached"),
+        program: Sequence[str] = DAEMON,
     ) -> None:
         self.socket = folder / "d.sock"
         self.log_file = folder / "daemon.log"

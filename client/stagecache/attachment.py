@@ -76,7 +76,7 @@ class Attachment:
         gather = hit.gathers.get(name)
         if gather is None:
             if name in self.keys.refused:
-                raise self.keys.refused[name]
+                raise self.keys.refused[name].again()
             raise DaemonLostError(f"request {hit.req_id}: key {name} has no rows of its hit at the daemon")
         return self.hits.read(hit, gather, needed, self._merge_timeout_s)
 

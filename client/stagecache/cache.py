@@ -216,7 +216,7 @@ class StageCache:
             self._saver.begin_hits(plan.hits)
         self.counters.phase_ns["begin"] += time.perf_counter_ns() - begun
         if plan.error is not None:
-            raise plan.error
+            raise plan.error.again()
         if self._saver.deferred.errors:
             raise self._saver.deferred.take_error()
 
@@ -315,7 +315,7 @@ class StageCache:
             step, clipped = self._take(step_id, wanted)
             try:
                 if step.failed:
-                    raise step.failed[0]
+                    raise step.failed[0].again()
                 outputs = assemble(step, wanted, clipped, step.home.read_hit, step.home.hand_out)
                 with self._lock:
                     self._delivered(step, wanted, clipped)
@@ -408,9 +408,11 @@ class StageCache:
 
     def close(self) -> None:
         """Detach from the daemon, which gives up the session. Rows handed out stay good; what this process has mapped
-        goes when this object and they are collected.
+        goes with the last reference to this object and to them: nothing in here refers back to what holds it.
         """
         if not self._closed:
             self._closed = True
             self._renewals.stop()
             self.session.close()
+            self._saver.deferred.drop_all()
+            self._saver.deferred.errors.clear()

@@ -186,8 +186,8 @@ class KeyBook:
                 split.unopened.append((name, tensor[:n]))
                 return
             except StageCacheError as error:
-                logger.warning("stagecache: key %s is not kept: %s", name, error)
-                self.refused[name] = error
+                self.refused[name] = error.again()
+                logger.warning("stagecache: key %s is not kept: %s", name, self.refused[name])
             if name in self.refused:
                 split.unkept.append((name, tensor[:n]))
                 return

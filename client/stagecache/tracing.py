@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from stagecache.cache import StageCache
 
 _FLUSH_MS: Final = 2000
+_TRACED: Final = ("new_step_starts", "save_outputs", "materialize", "discard_step", "close")
 
 logger = logging.getLogger("stagecache")
 
@@ -72,7 +73,7 @@ class _StepTracer:
         self._open: dict[int, Span] = {}
         self._trace_log()
         cache.on_renewed = self._trace_log
-        for name in ("new_step_starts", "save_outputs", "materialize", "discard_step", "close"):
+        for name in _TRACED:
             inner = getattr(cache, name)
             setattr(cache, name, functools.wraps(inner)(functools.partial(getattr(self, name), inner)))
 
@@ -117,6 +118,9 @@ class _StepTracer:
             span.end()
         self._open.clear()
         self._flush()
+        for name in _TRACED:  # They refer to the cache that holds them, and its mapping would outlive it.
+            vars(self._cache).pop(name, None)
+        vars(self._cache.session.log).pop("append", None)
 
     def _consume(self, name: str, inner: Callable[..., Any], step_id: int, *more: Any) -> Any:
         step = self._open.get(step_id)
