@@ -27,6 +27,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -93,7 +94,7 @@ class StageCache:
         self._closed = False
         self._use(self._attachment(session, KeyBook(session.open_key, policy, declared)))
         self._steps: dict[int, SavedStep] = {}
-        self._in_flight: set[int] = set()
+        self._in_flight: dict[int, weakref.ref[SavedStep]] = {}
         self._next_step_id = 1
         self._plan: StepPlan | None = None
         self._renewals.watch(self._home)
@@ -278,6 +279,8 @@ class StageCache:
                 batch = self._batches.read(plan.scheduled, plan.tokens, num_tokens_unpadded)
             step = self._saver.save(step_id, plan, batch, hidden_states, multimodal_outputs or {}, num_tokens_padded)
             step.home = self._home
+            if step.page is not None:
+                step.page.holder = weakref.ref(step)
             with self._lock:
                 self._steps[step_id] = step
             self.counters.steps += 1
@@ -347,8 +350,8 @@ class StageCache:
                     f"materialize(step {step_id}) asked for {strangers[:8]}, not in the batch when it was saved.",
                     remedy="Pass ids of the save, not of the live batch.",
                 )
+            self._in_flight[step_id] = weakref.ref(step)
             del self._steps[step_id]
-            self._in_flight.add(step_id)
             return step, wanted, windows(step, wanted, self._bounds) if self._requests.chained else None
 
     def ack(self, req_id: str, upto: int) -> None:
@@ -402,9 +405,16 @@ class StageCache:
         with self._lock:
             if step.hits:
                 step.home.release(step)
-            self._in_flight.discard(step.step_id)
+            self._in_flight.pop(step.step_id, None)
             if self._requests.retired:
-                self._requests.reclaim(min(self._in_flight | {next(iter(self._steps), self._next_step_id)}))
+                self._reclaim()
+
+    def _reclaim(self) -> None:
+        """Free the rows of requests that ended, but of those that a step in flight needs. Caller holds the lock."""
+        gone = [step_id for step_id, reference in self._in_flight.items() if reference() is None]
+        for step_id in gone:  # something interrupted them
+            self._in_flight.pop(step_id, None)
+        self._requests.reclaim(min([*self._in_flight, next(iter(self._steps), self._next_step_id)]))
 
     def __enter__(self) -> StageCache:
         return self

@@ -23,8 +23,12 @@ if TYPE_CHECKING:
     from stagecache.attachment import Attachment
 
 
+class _Referable:
+    __slots__ = ("__weakref__",)
+
+
 @dataclass(slots=True)
-class SavedStep:
+class SavedStep(_Referable):
     """Everything materialize needs, taken at save; consumed exactly once (S1).
 
     page: the staging page it holds. staged: keys whose rows are in the page. local: rows of other per-token keys

@@ -7,6 +7,7 @@ record. A key that is written deferred uses its own pages for flushes, each free
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,15 +20,27 @@ if TYPE_CHECKING:
     from stagecache.session import Session
 
 
+def _somebody() -> object:
+    return True
+
+
 @dataclass(slots=True)
 class PageUse:
-    """Who holds a page. ``sequence`` 0: its record is not logged (yet, or ever)."""
+    """Who holds a page. ``sequence`` 0: its record is not logged (yet, or ever). ``holder``: a weak reference to the
+    saved step; where that was collected without being handed out (something interrupted it), nobody wants the page.
+    """
 
     page: int
     step_id: int
     sequence: int = 0
     handed_out: bool = False
     write: Write | None = None
+    holder: Callable[[], object] = _somebody
+
+    @property
+    def over(self) -> bool:
+        """Nobody will read the page any more."""
+        return self.handed_out or self.holder() is None
 
 
 class StepPages:
@@ -51,7 +64,7 @@ class StepPages:
         depth, found, free = len(uses), -1, 0
         for page in range(self._next - depth, self._next):  # Counted from the end where negative: once around.
             use = uses[page]
-            if use is None or (use.handed_out and use.sequence <= consumed):
+            if use is None or ((use.handed_out or use.holder() is None) and use.sequence <= consumed):
                 free += 1
                 if found < 0:
                     found = page % depth
@@ -65,13 +78,13 @@ class StepPages:
     def wait(self, slice_s: float) -> None:
         """Sleep until a page may have become free, for ``slice_s`` seconds at most."""
         consumed = self._log.consumed
-        if any(use is not None and use.handed_out and use.sequence > consumed for use in self._uses):
+        if any(use is not None and use.over and use.sequence > consumed for use in self._uses):
             self._log.listen(min(slice_s, WAIT_SLICE_S))
             return
         with self._changed:
             # Told before it looks: a page is handed out before its thread asks whether anyone waits.
             self._waiting = True
-            if not any(use is None or use.handed_out for use in self._uses):
+            if not any(use is None or use.over for use in self._uses):
                 self._changed.wait(slice_s)
             self._waiting = False
 
@@ -91,7 +104,7 @@ class StepPages:
 
     def unconsumed(self) -> list[int]:
         """Step ids that hold a page and were neither materialized nor discarded."""
-        return [use.step_id for use in self._uses if use is not None and not use.handed_out]
+        return [use.step_id for use in self._uses if use is not None and not use.over]
 
     def outstanding(self) -> list[int]:
         """Sequences of logged pages that the daemon has not consumed."""
