@@ -115,10 +115,11 @@ def unlink_semaphore(name: str) -> None:
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def prefault(segment: Segment) -> None:
+def prefault(segment: Segment, *, live: bool = False) -> None:
     """Map every page of the segment into this process now, so that no later access faults.
 
-    Falls back to touching one byte a page where the kernel is older than 5.14.
+    Falls back to touching one byte a page where the kernel is older than 5.14. live: others write to it meanwhile, so
+    it is only read there.
     """
     anchor = (ctypes.c_char * segment.size).from_buffer(segment.map)
     address = ctypes.addressof(anchor)
@@ -127,7 +128,9 @@ def prefault(segment: Segment) -> None:
             length = min(_CHUNK, segment.size - offset)
             if _libc.madvise(ctypes.c_void_p(address + offset), ctypes.c_size_t(length), MADV_POPULATE_WRITE) != 0:
                 for at in range(offset, offset + length, 4096):
-                    segment.map[at] = segment.map[at]
+                    byte = segment.map[at]
+                    if not live:
+                        segment.map[at] = byte
     finally:
         del anchor
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from stagecache_wire import layout, shm
 from stagecache_wire.geometry import Geometry, KeySchema, key_bytes, table_bytes
 from stagecache_wire.layout import ControlLayout
 from stagecache_wire.names import SessionNames
+from stagecached import memory_limits
+from stagecached.budget import mib
 from stagecached.keystore import KeyStore, adopt_key, create_key
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being prefaulted, bytes done and bytes in all."""
+
+log = structlog.get_logger()
 
 
 class AdoptError(RuntimeError):
@@ -173,9 +178,35 @@ class SessionSegments:
         """
         store = create_key(self.names, key_id, schema, self.geometry, self._mode)
         self._prefault(store.segments(), progress)
-        store.locked = all(shm.lock_memory(segment) for segment in store.segments())
+        self._lock(store)
         self.keys[key_id] = store
         return store
+
+    def pin(self) -> None:
+        """After an adoption: map every page again, so that no record faults, and lock the keys where that is allowed.
+
+        The consumer works meanwhile, and keys may come and go.
+        """
+        for part in list(self._parts):
+            shm.prefault(part, live=True)
+        for store in list(self.keys.values()):
+            for segment in store.segments():
+                shm.prefault(segment, live=True)
+            self._lock(store)
+
+    def _lock(self, store: KeyStore) -> None:
+        store.locked = all(shm.lock_memory(segment) for segment in store.segments())
+        if not store.locked:
+            room = memory_limits.memlock_room()
+            (log.warning if room.swap else log.info)(
+                "key is not locked in memory",
+                session=self.names.session_id,
+                key=store.schema.name,
+                needed_mib=mib(key_bytes(self.geometry, store.row_bytes)),
+                rlimit_memlock_mib=mib(room.limit_bytes),
+                locked_mib=mib(room.locked_bytes),
+                remedy=memory_limits.MEMLOCK_REMEDY,
+            )
 
     def close_key(self, key_id: int) -> None:
         """Unlink a key and let go of it. No error where it is gone already: the record that asks may be done twice."""

@@ -275,7 +275,13 @@ class SessionManager:
         )
         self.expect(manifest.session_id)
         self._expected.pop(manifest.session_id)
+        self.background.keep(self._pin(session))
         return session
+
+    async def _pin(self, session: Session) -> None:
+        """Fault and lock an adopted session's memory, beside its consumer: large pools take seconds."""
+        with session.in_use():
+            await self.background.in_thread(session.segments.pin)
 
     def _start(
         self,

@@ -300,6 +300,7 @@ def without_daemon(checkpoint: Path, out: Path) -> dict[str, Any]:
     hit = generate(llm, {"hit": SHARED})["hit"]
     unsubscribe()
     late = late_daemon(llm, out)
+    generate(llm, {"again": SHARED})
     raised = ""
     try:
         recorded(lambda: generate(llm, {"raises": SHARED}))
