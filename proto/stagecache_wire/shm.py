@@ -16,6 +16,8 @@ from pathlib import Path
 
 import posix_ipc
 
+from stagecache_wire.doorbell import Doorbell
+
 SHM_DIRECTORY = Path("/dev/shm")
 PREFIX = "stagecache"
 MADV_POPULATE_WRITE = 23
@@ -93,15 +95,16 @@ def unlink_segment(name: str) -> None:
         posix_ipc.unlink_shared_memory(f"/{name}")
 
 
-def create_semaphore(name: str, mode: int = 0o600) -> posix_ipc.Semaphore:
-    """A new semaphore of count 0."""
-    return posix_ipc.Semaphore(f"/{name}", posix_ipc.O_CREX, mode=mode, initial_value=0)
+def create_semaphore(name: str, mode: int = 0o600) -> None:
+    """Make a semaphore of count 0."""
+    # posix_ipc leaves a semaphore mapped when its object goes.
+    posix_ipc.Semaphore(f"/{name}", posix_ipc.O_CREX, mode=mode, initial_value=0).close()
 
 
-def open_semaphore(name: str) -> posix_ipc.Semaphore:
+def open_semaphore(name: str) -> Doorbell:
     """Raises: FileNotFoundError: there is none of that name."""
     try:
-        return posix_ipc.Semaphore(f"/{name}")
+        return Doorbell(f"/{name}")
     except posix_ipc.ExistentialError as error:
         raise FileNotFoundError(errno.ENOENT, "semaphore is gone") from error
 

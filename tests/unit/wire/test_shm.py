@@ -75,10 +75,13 @@ def test_locked_memory_is_told_truly(name: str) -> None:
 
 
 def test_a_semaphore_starts_silent_and_is_gone_once(name: str) -> None:
-    bell = shm.create_semaphore(name)
+    shm.create_semaphore(name)
+    bell = shm.open_semaphore(name)
     assert bell.value == 0
     shm.open_semaphore(name).release()
     bell.acquire(0)
+    with pytest.raises(posix_ipc.BusyError):
+        bell.acquire(0.01)
     bell.close()
     shm.unlink_semaphore(name)
     with pytest.raises(FileNotFoundError):
