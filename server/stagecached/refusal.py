@@ -71,6 +71,15 @@ def internal() -> Refusal:
     return Refusal(pb.REASON_INTERNAL, "the daemon met an unexpected error.", "Its log has the details.")
 
 
+def not_durable(what: str, why: object) -> Refusal:
+    """What a caller is told where the run directory cannot be written: what is not noted would not be adopted."""
+    return Refusal(
+        pb.REASON_INTERNAL,
+        f"{what} cannot be noted for the next daemon: {why}.",
+        "Give the run directory's file system room (df), and see that the directory is there; then try again.",
+    )
+
+
 async def abort(context: Any, refusal: Refusal) -> NoReturn:
     """End the call of a ``grpc.aio.ServicerContext`` with the refusal's status and its Error as trailing metadata."""
     await context.abort(
