@@ -81,7 +81,7 @@ class Session:
         self.control = ControlWords(
             answer.control_segment, answer.arena_segment, self.geometry, rpc.credentials.session_id
         )
-        doorbells = shm.open_semaphore(answer.daemon_doorbell), shm.open_semaphore(answer.worker_doorbell)
+        doorbells = shm.open_doorbells(answer.daemon_doorbell, answer.worker_doorbell)
         self.log = LogWriter(self.control, *doorbells)
         # posix_ipc leaves a semaphore mapped when its object goes; no thread can wait on one of ours by then.
         for doorbell in doorbells:

@@ -96,17 +96,34 @@ def unlink_segment(name: str) -> None:
 
 
 def create_semaphore(name: str, mode: int = 0o600) -> None:
-    """Make a semaphore of count 0."""
-    # posix_ipc leaves a semaphore mapped when its object goes.
+    """A new semaphore of count 0, to be opened by ``open_semaphore``."""
     posix_ipc.Semaphore(f"/{name}", posix_ipc.O_CREX, mode=mode, initial_value=0).close()
 
 
 def open_semaphore(name: str) -> Doorbell:
-    """Raises: FileNotFoundError: there is none of that name."""
+    """Its ``close`` must be called: where an object is only dropped, its page stays mapped for the life of the process.
+
+    Raises:
+        FileNotFoundError: there is none of that name.
+    """
     try:
         return Doorbell(f"/{name}")
     except posix_ipc.ExistentialError as error:
         raise FileNotFoundError(errno.ENOENT, "semaphore is gone") from error
+
+
+def open_doorbells(first: str, second: str) -> tuple[posix_ipc.Semaphore, posix_ipc.Semaphore]:
+    """Both semaphores of a session, or neither.
+
+    Raises:
+        FileNotFoundError: one of them is gone.
+    """
+    one = open_semaphore(first)
+    try:
+        return one, open_semaphore(second)
+    except BaseException:
+        one.close()
+        raise
 
 
 def unlink_semaphore(name: str) -> None:

@@ -91,6 +91,6 @@ async def abort(context: Any, refusal: Refusal) -> NoReturn:
 
 
 def _cut(text: str, limit: int) -> str:
-    """The text in at most ``limit`` bytes."""
-    raw = text.encode()
-    return text if len(raw) <= limit else raw[: limit - 3].decode(errors="ignore") + "..."
+    """The text in at most ``limit`` bytes of UTF-8, whatever a caller put into it."""
+    raw = text.encode(errors="backslashreplace")
+    return raw.decode() if len(raw) <= limit else raw[: limit - 3].decode(errors="ignore") + "..."

@@ -57,8 +57,7 @@ class SessionSegments:
         self.locked = False
         self._parts = [control, arena, slots]
         self._mode = mode
-        self.daemon_doorbell = shm.open_semaphore(names.daemon_doorbell)
-        self.worker_doorbell = shm.open_semaphore(names.worker_doorbell)
+        self.daemon_doorbell, self.worker_doorbell = shm.open_doorbells(names.daemon_doorbell, names.worker_doorbell)
 
     @classmethod
     def create(
@@ -120,15 +119,25 @@ class SessionSegments:
             if any(part.size < size for part, size in zip(parts, needed, strict=True)):
                 raise AdoptError("a segment is smaller than its geometry says")
             session = cls(names, geometry, *parts, mode=mode)
-            for word, value in layout.header_words(names.session_id, geometry):
-                if session.words[word] != value:
-                    raise AdoptError(f"header word {word} is {session.words[word]}, expected {value}")
-            for key_id, schema in keys.items():
-                session.keys[key_id] = adopt_key(names, key_id, schema, geometry)
         except (FileNotFoundError, ValueError) as error:
             raise AdoptError(f"a segment cannot be mapped: {error}") from error
+        try:
+            session._adopt_parts(keys)
+        except BaseException:
+            session.close()
+            raise
         session.words[layout.D_BOOT_ID] = boot_id
         return session
+
+    def _adopt_parts(self, keys: dict[int, KeySchema]) -> None:
+        for word, value in layout.header_words(self.names.session_id, self.geometry):
+            if self.words[word] != value:
+                raise AdoptError(f"header word {word} is {self.words[word]}, expected {value}")
+        for key_id, schema in keys.items():
+            try:
+                self.keys[key_id] = adopt_key(self.names, key_id, schema, self.geometry)
+            except (FileNotFoundError, ValueError) as error:
+                raise AdoptError(f"a segment of key {key_id} cannot be used: {error}") from error
 
     def _prefault(self, segments: list[shm.Segment], progress: Progress | None) -> None:
         total = sum(segment.size for segment in segments)
