@@ -201,7 +201,7 @@ class _FileSource(PydanticBaseSettingsSource):
                 return tomllib.load(file)
         except OSError as error:
             raise ConfigError(f"config {path} cannot be read: {error.strerror}. Fix --config or its mode.") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"config {path} is no TOML: {error}") from error
 
 
