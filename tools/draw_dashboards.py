@@ -13,7 +13,9 @@ import json
 import math
 import re
 import sys
+import textwrap
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -42,9 +44,9 @@ class Line:
     samples: tuple[tuple[float, float], ...]
 
     @property
-    def moved(self) -> bool:
-        """Whether it had more than one value, or one that is not zero."""
-        return len({value for _, value in self.samples} | {0.0}) > 1
+    def zero(self) -> bool:
+        """Whether it was zero all the time."""
+        return not any(value for _, value in self.samples)
 
 
 @dataclass
@@ -77,7 +79,10 @@ def panels_of(board: Any) -> Iterator[Panel]:
             stacked=stacking.get("mode") == "normal",
             top=defaults.get("max"),
             steps=[(step["value"], step["color"]) for step in defaults.get("thresholds", {}).get("steps", ())],
-            targets=[(target["expr"], target["legendFormat"]) for target in made.get("targets", ())],
+            targets=[
+                (target["expr"], "" if made["type"] == "table" else target["legendFormat"])
+                for target in made.get("targets", ())
+            ],
         )
 
 
@@ -188,8 +193,9 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         _draw_lines(axes, panel)
     elif panel.kind == "table":
         axes.axis("off")
-        shown = [f"{line.name}   {in_unit(line.samples[-1][1], panel.unit)}" for line in panel.lines]
-        axes.text(0, 1, "\n".join(shown), fontsize=7, va="top", family="monospace", transform=axes.transAxes)
+        cells = [f"{in_unit(line.samples[-1][1], panel.unit):>8}  {line.name}" for line in panel.lines]
+        text = "\n".join(part for cell in cells for part in textwrap.wrap(cell, 9 * panel.place[2]))
+        axes.text(0, 1, text, fontsize=7, va="top", family="monospace", transform=axes.transAxes)
     else:
         _draw_stat(axes, panel)
 
@@ -199,7 +205,8 @@ def _draw_lines(axes: Axes, panel: Panel) -> None:
     for line in panel.lines:
         at = [moment for moment, _ in line.samples]
         value = [sample for _, sample in line.samples]
-        label = f"{line.name}  {in_unit(value[-1], panel.unit)}"
+        # Matplotlib leaves out labels that begin with an underscore, as __hidden_states__ does.
+        label = f"\u200b{line.name}  {in_unit(value[-1], panel.unit)}"
         if panel.stacked:
             low = [base.get(moment, 0.0) for moment in at]
             value = [below + own for below, own in zip(low, value, strict=True)]
