@@ -57,6 +57,7 @@ Each setting may come from a flag, from the variable STAGECACHED_<NAME>, or from
 signals:
   SIGTERM, SIGINT   drain, end the sessions, give all shared memory back
   SIGUSR1           drain and stop, but keep the sessions: the next daemon on this socket adopts them
+  SIGUSR2           collect garbage and log the memory that is left: is it held, or only not yet given back?
 """
 
 
