@@ -32,6 +32,8 @@ POINTS = 240
 WIDTH = 24
 """Columns of a dashboard."""
 ROW_INCHES = 0.34
+INSTANT = ("table", "gauge")
+"""Panels that show the present alone."""
 _SUFFIXES = {"bytes": ("B", 1024.0), "Bps": ("B/s", 1024.0), "ops": ("/s", 1000.0)}
 _PREFIXES = {1024.0: ("", "Ki", "Mi", "Gi", "Ti"), 1000.0: ("", "k", "M", "G", "T")}
 
@@ -42,6 +44,18 @@ class Line:
 
     name: str
     samples: tuple[tuple[float, float], ...]
+
+    def with_gaps(self, step_s: float) -> tuple[list[float], list[float]]:
+        """Times and values, with a NaN where samples are missing: Grafana draws no line across these."""
+        at: list[float] = []
+        values: list[float] = []
+        for moment, value in self.samples:
+            if at and moment - at[-1] > 1.5 * step_s:
+                at.append(at[-1] + step_s)
+                values.append(math.nan)
+            at.append(moment)
+            values.append(value)
+        return at, values
 
     @property
     def zero(self) -> bool:
@@ -61,6 +75,7 @@ class Panel:
     top: float | None
     steps: list[tuple[float | None, str]]
     targets: list[tuple[str, str]]
+    step_s: float = 1.0
     lines: list[Line] = field(default_factory=list)
     empty_targets: list[str] = field(default_factory=list)
 
@@ -127,8 +142,11 @@ class Prometheus:
 
     def fill(self, panel: Panel) -> Panel:
         """Ask for every target of the panel."""
+        panel.step_s = self.step_s
         for expression, legend in panel.targets:
             lines = self.ask(expression, legend)
+            if panel.kind in INSTANT:
+                lines = [line for line in lines if line.samples[-1][0] > self.end - 2 * self.step_s]
             panel.lines += lines
             if not lines:
                 panel.empty_targets.append(expression)
@@ -203,10 +221,10 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
 def _draw_lines(axes: Axes, panel: Panel) -> None:
     base: dict[float, float] = {}
     for line in panel.lines:
-        at = [moment for moment, _ in line.samples]
-        value = [sample for _, sample in line.samples]
+        at, value = line.with_gaps(panel.step_s)
+        last = line.samples[-1][1]
         # Matplotlib leaves out labels that begin with an underscore, as __hidden_states__ does.
-        label = f"\u200b{line.name}  {in_unit(value[-1], panel.unit)}"
+        label = f"\u200b{line.name}  {in_unit(last, panel.unit)}"
         if panel.stacked:
             low = [base.get(moment, 0.0) for moment in at]
             value = [below + own for below, own in zip(low, value, strict=True)]
@@ -229,7 +247,7 @@ def _draw_stat(axes: Axes, panel: Panel) -> None:
     colour = next(colour for least, colour in reversed(panel.steps) if least is None or value >= least)
     axes.set_xticks([])
     axes.set_yticks([])
-    axes.plot([at for at, _ in line.samples], [sample for _, sample in line.samples], color=colour, alpha=0.35)
+    axes.plot(*line.with_gaps(panel.step_s), color=colour, alpha=0.35)
     axes.set_ylim(bottom=0, top=panel.top)
     axes.text(
         0.5, 0.5, in_unit(value, panel.unit), fontsize=18, color=colour, ha="center", va="center",
