@@ -246,6 +246,7 @@ def broken_session(scrapes: Scrapes) -> None:
     """A bad record ends the session: failed, and calls of it are refused."""
     stage = stage_of(scrapes.daemon, {"stage": "broken"})
     cache: Any = stage.cache
+    cache.cache._renewals.stop()  # which would let the failed session go before a scrape sees it
     stage.step("a:[0]@0+1", k=1)
     scrapes.take()
     cache.cache.session.append(
@@ -381,6 +382,9 @@ def refused_at_the_end(scrapes: Scrapes) -> None:
             rpc.attach(attach_request("late", 16), 5.0)
         scrapes.take()
     slow.cache.close()
+    process = scrapes.daemon._process
+    assert process is not None
+    assert process.wait(30) == 0
 
 
 # ---------------------------------------------------------------- the promise
