@@ -184,8 +184,8 @@ def stage() -> Board:
         "Keys",
         "Bytes of a row, and whether the key's memory is locked.",
         "none",
-        (f"stagecache_key_row_bytes{{{STAGE}}}", ""),
-        (f"stagecache_key_locked{{{STAGE}}}", ""),
+        (f"stagecache_key_row_bytes{{{STAGE}}}", "bytes a row"),
+        (f"stagecache_key_locked{{{STAGE}}}", "locked"),
     )
     board.row("Arena and device")
     board.panel(

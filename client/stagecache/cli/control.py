@@ -41,7 +41,7 @@ def show_status(socket: Path, *, as_json: bool, timeout_s: float) -> None:
     used = f"{_bytes(stats.budget_used_bytes)} of {_bytes(stats.budget_bytes)}" if stats.budget_bytes else "no budget"
     out.print(
         f"[bold]stagecached {stats.version}[/] at {escape(str(socket))}: up {_duration(stats.uptime_s)}, pools {used}, "
-        f"process {_bytes(stats.resident_bytes)}, {stats.schedulers} schedulers, boot {stats.boot_id:x}"
+        f"process {_bytes(stats.resident_bytes)}, {stats.schedulers} scheduler(s), boot {stats.boot_id:x}"
     )
     if not stats.sessions:
         out.print("No sessions: no worker is attached.")
