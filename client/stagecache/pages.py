@@ -15,19 +15,24 @@ from stagecache.log import WAIT_SLICE_S, LogWriter
 from stagecache.writes import Write
 
 if TYPE_CHECKING:
+    from stagecache.copies import Copies
     from stagecache.mapping import StagedKey
+    from stagecache.sender import LogSender
     from stagecache.session import Session
 
 
 @dataclass(slots=True)
 class PageUse:
-    """Who holds a page. ``sequence`` 0: its record is not logged (yet, or ever)."""
+    """Who holds a page. ``sequence`` 0: its record is not logged (yet, or ever). ``copies``: from a device into the
+    page; it is nobody else's before they have landed, whatever became of the record (W7).
+    """
 
     page: int
     step_id: int
     sequence: int = 0
     handed_out: bool = False
     write: Write | None = None
+    copies: Copies | None = None
 
 
 class StepPages:
@@ -36,7 +41,7 @@ class StepPages:
     One thread claims; any thread marks a page handed out. ``_changed`` guards nothing but the wake-up.
     """
 
-    def __init__(self, depth: int, log: LogWriter) -> None:
+    def __init__(self, depth: int, log: LogWriter | LogSender) -> None:
         self._uses: list[PageUse | None] = [None] * depth
         self._log = log
         self._changed = threading.Condition()
@@ -51,7 +56,7 @@ class StepPages:
         depth, found, free = len(uses), -1, 0
         for page in range(self._next - depth, self._next):  # Counted from the end where negative: once around.
             use = uses[page]
-            if use is None or (use.handed_out and use.sequence <= consumed):
+            if use is None or (use.handed_out and use.sequence <= consumed and (use.copies is None or use.copies.done)):
                 free += 1
                 if found < 0:
                     found = page % depth
@@ -65,7 +70,12 @@ class StepPages:
     def wait(self, slice_s: float) -> None:
         """Sleep until a page may have become free, for ``slice_s`` seconds at most."""
         consumed = self._log.consumed
-        if any(use is not None and use.handed_out and use.sequence > consumed for use in self._uses):
+        if any(
+            use is not None
+            and use.handed_out
+            and (use.sequence > consumed or (use.copies is not None and not use.copies.done))
+            for use in self._uses
+        ):
             self._log.listen(min(slice_s, WAIT_SLICE_S))
             return
         with self._changed:
