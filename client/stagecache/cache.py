@@ -52,6 +52,9 @@ from stagecache_wire.geometry import Geometry, KeySchema
 
 logger = logging.getLogger("stagecache")
 
+DRAIN_S = 5.0
+"""Longest time that a close waits for copies from the device."""
+
 
 class StageCache:
     """One stage worker's cache. Made by ``StageCache.attach``."""
@@ -126,7 +129,8 @@ class StageCache:
         save for a page (W2). merge_timeout_s: longest wait of a materialize for a hit. daemon_grace_s: how long an
         outage is waited for, once. gpu_staging_bytes: device bytes that deferred clones may take (W3). split_lists:
         give each request its entry of a list with one entry a request. explicit_acks: rows count as delivered when
-        ``ack`` says so, not when materialize handed them out (R3).
+        ``ack`` says so, not when materialize handed them out (R3). device: where the outputs are, host memory by
+        default; ``stagecache.cuda.device_for`` makes one for a GPU, for this cache alone.
 
         Raises:
             DaemonUnavailableError: nobody answers at the socket.
@@ -186,6 +190,8 @@ class StageCache:
         if session is None:
             return
         home = self._attachment(session, self._keys.renewed(session.open_key))
+        if self.session.stream is not None:
+            self.session.stream.retire()
         home.saver.epochs.begin_anew(self.session.epoch, "the worker attached anew")
         with self._lock:
             self._use(home)
@@ -207,6 +213,9 @@ class StageCache:
         self._abandon()
         if self._renewals.pending:
             self._take_session()
+        stream = self.session.stream
+        if stream is not None and stream.sender.failures:
+            self._saver.note_failures(stream)
         self._saver.epochs.follow(getattr(scheduler_output, "stagecache_epoch", None))
         with self._lock:
             plan = self._planner.plan(scheduler_output, self._next_step_id - 1)
@@ -318,6 +327,8 @@ class StageCache:
             try:
                 if step.failed:
                     raise step.failed[0].again()
+                if step.copies is not None:
+                    step.home.land(step)
                 outputs = assemble(step, wanted, clipped, step.home.read_hit, step.home.hand_out)
                 with self._lock:
                     self._delivered(step, wanted, clipped)
@@ -402,6 +413,8 @@ class StageCache:
     def _end_step(self, step: SavedStep) -> None:
         if step.page is not None:
             step.home.saver.pages.hand_out(step.page)
+        if step.copies is not None:
+            step.copies.release()
         with self._lock:
             if step.hits:
                 step.home.release(step)
@@ -429,6 +442,8 @@ class StageCache:
         if not self._closed:
             self._closed = True
             self._renewals.stop()
+            if self.session.stream is not None and not self.session.forked:
+                self.session.stream.close(DRAIN_S)
             self.session.close()
             self._saver.deferred.drop_all()
             self._saver.deferred.errors.clear()

@@ -228,6 +228,13 @@ def stage() -> Board:
     )
     board.panel(
         "timeseries",
+        "Memory for copies from the device",
+        "Host memory that workers pinned, or could not pin: copies into it are slower then.",
+        "bytes",
+        (f"sum by (state) (stagecache_copy_memory_bytes{{{STAGE}}})", "{{state}}"),
+    )
+    board.panel(
+        "timeseries",
         "Age of the presence counts",
         "Counts of large pools are taken in turn.",
         "s",

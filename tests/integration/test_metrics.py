@@ -20,11 +20,12 @@ from stagecache_wire.records import KeyMode, Kind, Record, key_words
 from stagecache_wire.v1 import stagecache_pb2 as pb
 from stagecached.metrics.catalog import INDEX_METRICS, METRICS
 from tests.daemon_process import DaemonProcess, poll_until
+from tests.device.cache import DeviceCache
 from tests.integration.helpers import worker
 from tests.integration.metrics_kit import get, metrics_daemon, url_of
 from tests.integration.worker_process import WorkerProcess, attach_request, key
 from tests.model.real import RealCache
-from tests.model.steps import Refused
+from tests.model.steps import Refused, Rules
 from tests.rules.builder import HIDDEN_SCHEMA, NUMBER_SCHEMA, WIDE, Stage, numbers
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
@@ -33,7 +34,7 @@ CONSTANT = {
     "stagecache_build_info", "stagecache_start_time_seconds", "stagecache_budget_bytes", "stagecache_shm_size_bytes",
     "stagecache_session_info", "stagecache_slots", "stagecache_staging_pages", "stagecache_arena_bytes",
     "stagecache_key_pool_bytes", "stagecache_key_staging_bytes", "stagecache_key_row_bytes", "stagecache_key_locked",
-    "stagecache_memory_bytes",
+    "stagecache_memory_bytes", "stagecache_copy_memory_bytes",
 }  # fmt: skip
 """Series that say how something is made; that they are there and not zero is all that they can show."""
 
@@ -157,6 +158,20 @@ def deferred_paths(scrapes: Scrapes) -> None:
         stage.step("h:[9]@0+1", k=1)
     scrapes.take()
     cache.close()
+
+
+def device_paths(scrapes: Scrapes) -> None:
+    """Outputs on a device: memory that is pinned, and memory that cannot be."""
+    for refuse in (False, True):
+        cache = DeviceCache(
+            Rules(schemas={"__hidden_states__": HIDDEN_SCHEMA}),
+            str(scrapes.daemon.socket),
+            stage="device",
+            slab_bytes=1 << 16,
+            refuse_pins=refuse,
+        )
+        scrapes.take()
+        cache.close()
 
 
 def trouble_paths(scrapes: Scrapes) -> None:
@@ -398,8 +413,8 @@ def test_every_exported_series_moves(tmp_path: Path) -> None:
         plain = {name for name, metric in METRICS.items() if "stage" not in metric.labels} - INDEX_METRICS
         assert plain <= {name.removesuffix("_count") for name, _ in first}, "every series is there at the start"
         for path in (
-            rows_paths, deferred_paths, trouble_paths, waiting_paths, broken_session, refused_calls, outage,
-            full_collection, lost_directory, refused_at_the_end,
+            rows_paths, deferred_paths, device_paths, trouble_paths, waiting_paths, broken_session, refused_calls,
+            outage, full_collection, lost_directory, refused_at_the_end,
         ):  # fmt: skip
             path(scrapes)
         still = "\n".join(scrapes.still())
