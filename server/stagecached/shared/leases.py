@@ -70,7 +70,7 @@ class LeaseBook:
             self._store.count_lookup(len(keys), len(span))
             entry.requests.add(request_id)
             self._hold(entry, span)
-            self._store.stamp(reversed(span))
+            self._store.stamp((*reversed(before), *reversed(span)))
             if not span:
                 entry.requests.discard(request_id)
             self._let_go(entry, before)

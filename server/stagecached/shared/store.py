@@ -189,6 +189,7 @@ class NamespaceStore:
             self._words[at + index] = word
             self.point("inside_header")
         self._words[at + layout.B_HELD] = 0
+        self.stamp((block,))
         self.point("before_seal")
         fence()
         self._words[at + layout.B_SEAL] = seal_of(self._digest_word, block.block_id, words)
