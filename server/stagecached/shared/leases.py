@@ -17,7 +17,7 @@ from typing import Final
 from stagecached.index import Block, LeaseTable
 from stagecached.shared import layout
 from stagecached.shared.layout import block_word
-from stagecached.shared.store import NamespaceStore, key_of
+from stagecached.shared.store import NamespaceStore, keys_of
 
 MAX_LEASES: Final = 65_536
 """Leases of one owner."""
@@ -60,7 +60,7 @@ class LeaseBook:
         Raises:
             TooManyLeasesError
         """
-        keys = [key_of(block_hash, generation) for block_hash in block_hashes]
+        keys = keys_of(block_hashes, generation)
         with self._store.lock:
             entry = self._entry(owner)
             if request_id not in entry.requests and len(entry.requests) >= MAX_LEASES:

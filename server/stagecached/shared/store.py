@@ -82,6 +82,12 @@ def key_of(block_hash: bytes, generation: int) -> bytes:
     return block_hash + generation.to_bytes(8, "little")
 
 
+def keys_of(block_hashes: Iterable[bytes], generation: int) -> list[bytes]:
+    """``key_of`` of each."""
+    suffix = generation.to_bytes(8, "little")
+    return [block_hash + suffix for block_hash in block_hashes]
+
+
 class NamespaceStore:
     """The blocks of one namespace. Thread-safe."""
 
@@ -202,7 +208,7 @@ class NamespaceStore:
         """Ids of the blocks that hold these contents, None where one is not there; none is evicted while inside."""
         with self.lock:
             get = self.pool.get_cached_block
-            blocks = [get(key_of(block_hash, generation)) for block_hash in block_hashes]
+            blocks = [get(key) for key in keys_of(block_hashes, generation)]
             held = [block for block in blocks if block is not None]
             self.pool.touch(held)
             self.figures.filled += len(held)
@@ -214,8 +220,8 @@ class NamespaceStore:
 
     def look(self, block_hashes: Sequence[bytes], generation: int) -> Found:
         """How far the prefix of these hashes is stored, and why not further. Changes no order of eviction."""
+        keys = keys_of(block_hashes, generation)
         with self.lock:
-            keys = [key_of(block_hash, generation) for block_hash in block_hashes]
             stored = len(self.pool.longest_prefix(keys, len(keys)))
             self.count_lookup(len(keys), stored)
             if stored == len(keys):
