@@ -134,6 +134,10 @@ def test_tokens_of_an_engine_that_hashes_pickles_are_refused_with_the_cure(socke
         worker.close()
 
 
+def test_every_end_of_a_prefix_has_an_explanation() -> None:
+    assert set(ENDS) == set(pb.PrefixEnd.values()) - {pb.PREFIX_END_UNSPECIFIED}
+
+
 def test_a_daemon_that_shares_nothing_says_how_it_would(tmp_path: Path) -> None:
     with own_daemon(tmp_path) as daemon:
         assert "--shared-bytes" in run("index", "--socket", daemon.socket).output

@@ -76,9 +76,8 @@ def test_blocks_used_after_a_rebuild_are_younger_than_those_before() -> None:
         member = Member(NamespaceStore(segment, clock=lambda: 10**18))
         for number in range(3):
             publish(member, number)
-        again = NamespaceStore(
-            SharedSegment.open(segment.name, segment.geometry), clock=lambda: 5
-        )  # the clock was set back
+        opened = SharedSegment.open(segment.name, segment.geometry)
+        again = NamespaceStore(opened, clock=lambda: 5)  # the clock was set back
         rebuild(again)
         late = Member(again)
         stored(late, [0])
