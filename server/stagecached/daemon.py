@@ -153,7 +153,7 @@ class Daemon:
         await self._peer.stop()
         await self._manager.stop(keep=keep, drain_s=self._settings.drain_timeout_s)
         await self._server.stop(CALLS_GRACE_S)
-        self._owners.close()
+        self._owners.stop(keep=keep)
         self._shared.stop(keep=keep)
         await self._observatory.stop()
         self._settings.paths.socket.unlink(missing_ok=True)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from stagecache import errors
-from stagecache.control import connect_observer
+from stagecache.control import connect_observer, ping
 from stagecache.rpc import Rpc, handshake
 from stagecache_wire.locks import LifeLock
 from stagecache_wire.shm import SHM_DIRECTORY
@@ -474,14 +478,21 @@ def test_a_stopped_daemon_gives_shared_memory_back_and_one_that_keeps_sessions_k
     daemon = DaemonProcess(tmp_path, "--shared-bytes", "16KiB")
     daemon.start()
     worker = SharingWorker(daemon.socket)
-    worker.join()
-    worker.share(1)
-    daemon.stop(signal.SIGUSR1)
-    assert [name for name in daemon.shm_files() if ".shared." in name]
-    daemon.start()
-    assert list(lookup(worker.rpc, 1).hit_blocks) == [1]
+    credentials = handshake(daemon.socket, "scheduler", engine="e")
+    assert credentials.worker_lock is not None
+    lock = LifeLock(credentials.worker_lock)
+    with Rpc(credentials) as scheduler:
+        worker.join()
+        worker.share(1)
+        assert acquire(scheduler, "r", 1, namespace=pb.NamespaceRef(stage="s", engine="e")) == 1
+        daemon.stop(signal.SIGUSR1)
+        assert [name for name in daemon.shm_files() if ".shared." in name]
+        daemon.start()
+        assert list(lookup(worker.rpc, 1).hit_blocks) == [1]
+        assert leases(daemon) == 1
     worker.close()
-    daemon.close()
+    daemon.close()  # nothing is left, though the scheduler lives
+    lock.release()
 
 
 def test_a_segment_that_no_manifest_names_is_swept(small: DaemonProcess) -> None:
@@ -502,3 +513,53 @@ def test_a_segment_that_no_manifest_names_is_swept(small: DaemonProcess) -> None
         assert worker.share(1) == [STORED]
     finally:
         worker.close()
+
+
+@contextmanager
+def dying(daemon: DaemonProcess, point: str) -> Iterator[None]:
+    """In place of ``daemon`` one that dies at a point; ends once it has, with ``daemon`` started again."""
+    program = Path(__file__).with_name("dying_daemon.py")
+    command = [sys.executable, str(program), point, "--socket", str(daemon.socket), *daemon.arguments]
+    daemon.kill()
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    try:
+        poll_until(lambda: serves(daemon), "the dying daemon to serve", 20.0)
+        yield
+        assert process.wait(10.0) == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.wait()
+    daemon.start()
+
+
+def serves(daemon: DaemonProcess) -> bool:
+    try:
+        ping(daemon.socket, timeout_s=2.0)
+    except errors.StageCacheError:
+        return False
+    return True
+
+
+@pytest.mark.crash
+def test_a_daemon_that_dies_making_storing_or_dropping_leaves_what_can_be_gone_on_with(small: DaemonProcess) -> None:
+    worker = SharingWorker(small.socket)
+    late = SharingWorker(small.socket, stage="another")
+    try:
+        with dying(small, "before_namespace_manifest"), pytest.raises(errors.DaemonLostError):
+            worker.join()
+        assert not [name for name in small.shm_files() if ".shared." in name]
+        assert worker.join().on
+        worker.share(1, 2)
+        with dying(small, "after_rows"), pytest.raises(errors.DaemonLostError):
+            worker.share(3)
+        assert [lookup(worker.rpc, n).hit_blocks[0] for n in (1, 2, 3)] == [1, 1, 0]
+        assert worker.share(3) == [STORED]
+        assert check_rows(small) == 3
+        worker.close()
+        with dying(small, "before_namespace_unlink"), pytest.raises(errors.DaemonLostError):
+            late.join()
+        assert not [name for name in small.shm_files() if ".shared." in name]
+        assert late.join().on
+        assert late.share(1) == [STORED]
+    finally:
+        late.close()

@@ -281,9 +281,8 @@ class SharedBlocks:
             for owner in space.leases.owners():
                 if not is_alive(owner):
                     space.leases.release_owner(owner)
-            with space.store.lock:
-                space.store.settled = True
-                space.store.drop_unreachable()
+            space.store.settled = True
+            space.store.drop_unreachable()
         while self.used_bytes > self.limit_bytes and (idle := self._idlest()) is not None:
             self._drop(idle, "--shared-bytes is lower now")
 
