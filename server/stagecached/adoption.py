@@ -23,6 +23,9 @@ from stagecached.sessions import SessionManager
 
 log = structlog.get_logger()
 
+MOST_STUCK = 2
+"""Daemons that one record may bring to an end: a session is not worth those of all others."""
+
 _BASE_PARTS = frozenset({"control", "arena", "slots", "daemon", "worker"})
 _KEY_PARTS = ("staging", "pool", "table")
 
@@ -71,6 +74,12 @@ async def _adopt(manager: SessionManager, manifests: ManifestStore, session_id: 
     try:
         manifest = manifests.load(session_id)
         segments = await manager.background.in_thread(lambda: _map(manager, manifest))
+        sequence, times = manifests.stuck(session_id)
+        if times >= MOST_STUCK and sequence == segments.consumed + 1:
+            segments.words[layout.D_FAIL_SEQUENCE] = sequence
+            segments.status = layout.STATUS_FAILED
+            segments.close()
+            raise AdoptError(f"{times} daemons were stuck in its record {sequence}")
     except (ManifestError, AdoptError, BadGeometryError) as error:
         log.warning("session cannot be adopted", session=session_id, why=str(error))
         return False
