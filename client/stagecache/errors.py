@@ -142,5 +142,9 @@ class ResetRefusedError(StageCacheError):
     """Reset without ``force`` where no scheduler-side shim would make the engine forget its block hashes."""
 
 
+class UnsupportedHashError(StageCacheError):
+    """Block hashes of an algorithm or form that the index does not take, or tokens where only the engine can hash."""
+
+
 class CallRefusedError(StageCacheError):
     """The daemon refused a call for another reason; ``reason`` names it."""

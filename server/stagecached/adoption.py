@@ -47,17 +47,21 @@ async def take_over(manager: SessionManager, manifests: ManifestStore) -> Leftov
     manifests.remove_drafts()
     adopted = lost = removed = 0
     found = sweep.node_groups().get(manager.node, sweep.NodeGroup(manager.node)).sessions
-    for session_id in sorted({*found, *manifests.session_ids()}):
+    noted = set(manifests.session_ids())
+    for session_id in sorted({*found, *noted}):
         swept = sweep.sweep_session(manager.node, session_id)
         if swept is not None:
             manifests.remove(session_id)
             removed += swept
             lost += 1
+        elif session_id not in noted and set(sweep.parts_of(manager.node, session_id)) <= {"lock"}:
+            manager.expect(session_id)  # A client that has no session yet, or none at all: a scheduler with leases.
         elif await _adopt(manager, manifests, session_id):
             adopted += 1
         else:
             manifests.remove(session_id)
             removed += sweep.remove_session_files(manager.node, session_id)
+            manager.shared.owner_gone(session_id)
             manager.expect(session_id)
             lost += 1
     removed += sweep.sweep_other_nodes(manager.node)

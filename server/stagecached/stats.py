@@ -52,6 +52,9 @@ def session_stats(session: Session) -> pb.SessionStats:
         attached_unix_s=manifest.attached_unix_s,
         pinned_bytes=words[layout.W_FIGURES + Worker.PINNED_BYTES],
         unpinned_bytes=words[layout.W_FIGURES + Worker.UNPINNED_BYTES],
+        engine=manifest.engine,
+        namespace_id="" if segments.shared is None else manifest.namespace,
+        generation=words[layout.D_SHARED_GENERATION],
     )
 
 

@@ -14,7 +14,8 @@ from stagecache_wire.v1 import stagecache_pb2 as pb
 
 Kind = Literal["counter", "gauge", "histogram"]
 
-METHODS: Final = ("Attach", "OpenKey", "Merge", "Lookup", "Reset", "Stats", "Detach")
+SHARED_METHODS: Final = ("JoinNamespace", "LookupBlocks", "AcquireBlocks", "ReleaseBlocks", "PublishBlocks")
+METHODS: Final = ("Attach", "OpenKey", "Merge", "Lookup", "Reset", "Stats", "Detach", *SHARED_METHODS)
 REASONS: Final = tuple(name.removeprefix("REASON_").lower() for name in pb.Reason.keys())  # noqa: SIM118
 SESSION_STATES: Final = ("live", "failed")
 SESSION_EVENTS: Final = ("attached", "adopted", "failed", "detached", "worker_dead")
@@ -29,6 +30,9 @@ OUTCOMES: Final = ("materialized", "discarded")
 PIN_STATES: Final = ("pinned", "unpinned")
 INDEX_STATES: Final = ("held", "cached", "free")
 EVICTIONS: Final = ("capacity", "reset", "request")
+LOOKUPS: Final = ("hit", "miss")
+PUBLISHES: Final = ("stored", "known", "skipped")
+INDEX_BYTES: Final = ("used", "limit")
 
 STEP_BOUNDS_S: Final = tuple(bound / 1e9 for bound in figures.BOUNDS_NS)
 CALL_BOUNDS_S: Final = (
@@ -184,6 +188,10 @@ def _index() -> None:
     )
     _metric("stagecache_index_evictions_total", "counter", "Blocks whose content went.", cause=EVICTIONS)
     _metric("stagecache_index_leases", "gauge", "Spans that are held.")
+    _metric("stagecache_index_lookup_hashes_total", "counter", "Block hashes that were asked for.", result=LOOKUPS)
+    _metric("stagecache_index_published_blocks_total", "counter", "Blocks that were to be kept.", outcome=PUBLISHES)
+    _metric("stagecache_index_filled_blocks_total", "counter", "Shared blocks whose rows a session took.")
+    _metric("stagecache_index_bytes", "gauge", "Shared memory of the index, and its budget.", which=INDEX_BYTES)
 
 
 for _define in (_daemon, _session, _work, _trouble, _keys, _index):

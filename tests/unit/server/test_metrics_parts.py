@@ -167,13 +167,23 @@ def test_a_block_index_is_shown_where_there_is_one() -> None:
     monitor = Monitor(SimpleNamespace(hub=hub, budget=budget, all=list), Journal())  # type: ignore[arg-type]
     assert not INDEX_METRICS & {metric.name for metric, _ in families(monitor.snapshot([]))}
     monitor.index = SimpleNamespace(  # type: ignore[assignment]
-        blocks=lambda: {"held": 1, "cached": 2}, evictions=lambda: {"capacity": 3}, leases=lambda: 4
+        blocks=lambda: {"held": 1, "cached": 2},
+        evictions=lambda: {"capacity": 3},
+        leases=lambda: 4,
+        lookups=lambda: {"hit": 5, "miss": 6},
+        publishes=lambda: {"stored": 7},
+        fills=lambda: 8,
+        bytes=lambda: {"used": 9, "limit": 10},
     )
     shown = samples(TextWriter().write(families(monitor.snapshot([]))))
     assert shown["stagecache_index_blocks", (("state", "cached"),)] == 2
     assert shown["stagecache_index_blocks", (("state", "free"),)] == 0
     assert shown["stagecache_index_evictions_total", (("cause", "capacity"),)] == 3
     assert shown["stagecache_index_leases", ()] == 4
+    assert shown["stagecache_index_lookup_hashes_total", (("result", "miss"),)] == 6
+    assert shown["stagecache_index_published_blocks_total", (("outcome", "stored"),)] == 7
+    assert shown["stagecache_index_filled_blocks_total", ()] == 8
+    assert shown["stagecache_index_bytes", (("which", "limit"),)] == 10
     assert shown["stagecache_schedulers", ()] == 2
 
 
