@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from stagecache.cache import StageCache
+from stagecache.device import CpuDevice
 from stagecache.policy import ModelCachePolicy
 from stagecache.reattach import Attacher
 from stagecache.session import Session
@@ -19,7 +20,7 @@ class LateCache:
 
     Args:
         error: why the first try failed; it was told already.
-        socket, model, stage, geometry, keys, rank, view: as for ``StageCache.attach``.
+        socket, model, stage, geometry, keys, rank, view, device: as for ``StageCache.attach``.
     """
 
     def __init__(
@@ -33,9 +34,11 @@ class LateCache:
         view: BatchView,
         keys: Sequence[KeySchema] = (),
         rank: int = 0,
+        device: CpuDevice | None = None,
     ) -> None:
         self._model = model
         self._view = view
+        self._device = device
         self._declared = frozenset(key.name for key in keys)
         attach = partial(Session.attach, socket, model=model, stage=stage, geometry=geometry, keys=keys, rank=rank)
         self._attacher = Attacher(attach, f"stage {stage}", known=error)
@@ -50,7 +53,7 @@ class LateCache:
         session = self._attacher.take()
         if session is None:
             return None
-        cache = StageCache(session, self._view, ModelCachePolicy(), declared=self._declared)
+        cache = StageCache(session, self._view, ModelCachePolicy(), declared=self._declared, device=self._device)
         cache.begin_late(self._model)
         return cache
 

@@ -128,10 +128,10 @@ def node() -> Board:
     board.panel(
         "timeseries",
         "Shared memory of sessions",
-        "By purpose; the line is the budget.",
+        "By purpose; the gauge above has it as a share of the budget.",
         "bytes",
         (f"sum by (purpose) (stagecache_memory_bytes{{{NODE}}})", "{{purpose}}"),
-        (f"sum(stagecache_budget_bytes{{{NODE}}})", "budget"),
+        stack=True,
     )
     board.panel(
         "timeseries",
@@ -233,11 +233,19 @@ def node() -> Board:
     board.panel(
         "table",
         "Sessions",
-        "Who is attached, and what runs.",
+        "Who is attached.",
         "none",
-        (f"stagecache_session_info{{{NODE}}}", ""),
-        (f"stagecache_build_info{{{NODE}}}", ""),
+        (f"stagecache_session_info{{{NODE}}}", "attached"),
         w=24,
         h=7,
+    )
+    board.panel(
+        "table",
+        "Daemons",
+        "Which release runs where.",
+        "none",
+        (f"stagecache_build_info{{{NODE}}}", "runs"),
+        w=24,
+        h=4,
     )
     return board

@@ -59,6 +59,7 @@ Each setting may come from a flag, from the variable STAGECACHED_<NAME>, or from
 signals:
   SIGTERM, SIGINT   drain, end the sessions, give all shared memory back
   SIGUSR1           drain and stop, but keep the sessions: the next daemon on this socket adopts them
+  SIGUSR2           collect garbage and log the memory that is left: is it held, or only not yet given back?
 """
 
 
@@ -216,7 +217,7 @@ class _FileSource(PydanticBaseSettingsSource):
                 return tomllib.load(file)
         except OSError as error:
             raise ConfigError(f"config {path} cannot be read: {error.strerror}. Fix --config or its mode.") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"config {path} is no TOML: {error}") from error
 
 

@@ -87,10 +87,12 @@ def test_error_names_the_setting_and_the_remedy(arguments: list[str], says: list
         assert text in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["memory_bugdet = 1", "max_sessions = 'many'", "= ="])
+@pytest.mark.parametrize(
+    "text", ["memory_bugdet = 1", "max_sessions = 'many'", "= =", "group = '\xe9'", "group = " + "[" * 100_000]
+)
 def test_bad_file_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "c.toml"
-    file.write_text(text)
+    file.write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=r"memory_bugdet|max_sessions|no TOML"):
         load(["--config", str(file)])
 

@@ -288,6 +288,7 @@ def _attach(
 ) -> tuple[StageCache | None, str, StepConsumers, LateCache | None]:
     """The attached cache; or None, why not, and the one that may come later."""
     from stagecache import HIDDEN_KEY, Geometry, KeySchema, StageCache
+    from stagecache.cuda import device_for
     from stagecache.latecache import LateCache
 
     socket = os.environ["STAGECACHE_SOCKET"]
@@ -307,6 +308,7 @@ def _attach(
         "view": RunnerBatch(runner, block_size),
         "keys": [hidden],
         "rank": _tp_rank(),
+        "device": device_for(getattr(runner, "device", None)),
     }
     try:
         cache = StageCache.attach(**asked)
