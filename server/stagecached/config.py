@@ -51,6 +51,7 @@ _EPILOG: Final = f"""\
 examples:
   stagecached --socket /run/stagecache/stagecached.sock
   stagecached --socket /tmp/sc/d.sock --memory-budget 12GiB --log-format json
+  stagecached --socket /tmp/sc/d.sock --shared-bytes 4GiB --shared-namespaces 2
   STAGECACHED_MEMORY_BUDGET=50% stagecached --config /etc/stagecache/stagecached.toml
 
 Each setting may come from a flag, from the variable STAGECACHED_<NAME>, or from the TOML file (memory_budget =
