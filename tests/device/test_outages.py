@@ -21,7 +21,7 @@ from tests.rules.builder import HIDDEN_SCHEMA, NUMBER_SCHEMA, Stage, kinds, refu
 @pytest.fixture
 def stage(fresh_daemon: DaemonProcess) -> Iterator[Stage]:
     def make(rules: Rules) -> DeviceCache:
-        settings = {"num_blocks": 64, "daemon_grace_s": 0.2, "slab_bytes": 1 << 16}
+        settings = {"num_blocks": 64, "arena_bytes": 1 << 20, "daemon_grace_s": 0.2, "slab_bytes": 1 << 16}
         return DeviceCache(rules, str(fresh_daemon.socket), order="compute first", **settings)
 
     stage = Stage(make, schemas={"__hidden_states__": HIDDEN_SCHEMA, "k": NUMBER_SCHEMA})
