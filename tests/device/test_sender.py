@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+import numpy as np
+
 from stagecache import sender as sender_module
 from stagecache.errors import StageCacheError
 from stagecache.log import LogFullError
@@ -17,9 +19,7 @@ from stagecache_wire.records import Kind, Record
 from tests.daemon_process import poll_until
 from tests.device.scenarios import device_of
 from tests.model.steps import Refused
-from tests.rules.builder import numbers, refusal
-
-import numpy as np  # isort: skip
+from tests.rules.builder import Stage, numbers, refusal
 
 if TYPE_CHECKING:
     from tests.device.scenarios import Make
@@ -94,5 +94,23 @@ def test_memory_of_leftovers_comes_back_however_its_step_ends(make_on: Callable[
     session.append = refuse  # type: ignore[method-assign]
     assert refusal(lambda: stage.save(late=4, ref=numbers([1, 2])))
     stage.step("e:[4]@0+4")  # without any: takes back what was given back
-    slab = cache.device.slab
+    _is_empty(stage)
+
+
+def test_memory_of_a_save_that_found_no_page_is_not_a_later_flushs(make_on: Callable[[str], Make]) -> None:
+    """W2, W7"""
+    settings = {"staging_claim_timeout_s": 0.05}
+    stage = make_on("lazy")(settings, deferred=frozenset({"late"}), depth=1)
+    kept = stage.saved("a:[0]@0+4", late=1)
+    stage.begin("b:[1]@0+4")
+    assert refusal(lambda: stage.save(late=2, ref=numbers([1, 2])))
+    stage.begin(finished="a")
+    kept.discard()
+    assert stage.step("c:[0,2]@4+1", late=3).numbers("c", "late") == "1 1 1 1 3"
+    stage.step("e:[4]@0+4")
+    _is_empty(stage)
+
+
+def _is_empty(stage: Stage) -> None:
+    slab = device_of(stage).device.slab
     poll_until(lambda: slab.used_bytes - sum(extent.size for extent in slab._returned) == 0, "the slab to be empty")
