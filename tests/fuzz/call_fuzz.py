@@ -250,7 +250,7 @@ class CallFuzz:
 
     def _stream(self, raw: bytes, metadata: list[tuple[str, str | bytes]]) -> None:
         """A stream, read for one event by turns, and left open for a while."""
-        stream = self._watch(raw, timeout=CALL_S, metadata=metadata)
+        stream = self._watch(raw, timeout=10 * CALL_S, metadata=metadata)
         self._streams.append(stream)
         if len(self._streams) > 24:
             old = self._streams.popleft()
