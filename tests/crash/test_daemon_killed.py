@@ -48,6 +48,7 @@ def test_deaths_at_random_moments_are_survived_by_two_workers(tmp_path: Path, ki
     """Half of them counted from the daemon's start, so also in the middle of it; half from when it answers."""
     rng = Random(kills)
     plan = [{rng.choice(("after_s", "serving_s")): rng.uniform(0.0, 0.16)} for _ in range(kills)]
+    plan[0] = {"after_s": 0.1}  # counted from when the workers are there
     report = crash_run(tmp_path, plan, seed=kills, workers=2, deadline_s=1.5 * kills, workload={"passing_keys": False})
     assert not report.wrong, f"{told(report)}: {report.wrong}"
     assert report.deaths >= kills
