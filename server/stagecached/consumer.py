@@ -142,6 +142,7 @@ class Consumer:
             if wait_s is None:
                 self._sleep()
             else:
+                self._awake()
                 self._listen(wait_s)
 
     def _published_at(self, sequence: int, now: float) -> float:
@@ -163,6 +164,11 @@ class Consumer:
         if self._segments.head == self._segments.consumed:
             self._listen(IDLE_SLICE_S)
         if self._segments.head != self._segments.consumed:
+            self._awake()
+
+    def _awake(self) -> None:
+        """Records are to be done, or were: nobody need ring."""
+        if self._words[layout.D_ASLEEP]:
             self._words[layout.D_ASLEEP] = 0
             self._point("after_awake")
 

@@ -206,7 +206,7 @@ def trouble_paths(scrapes: Scrapes) -> None:
     append = session.append
     for error in (errors.DaemonLostError("x"), errors.SessionFailedError("x"), ValueError("x")):
 
-        def fail(record: Record, error: Exception = error) -> int:
+        def fail(record: Record, error: Exception = error, **_: Any) -> int:
             raise error
 
         stage.begin("e:[3]@0+1")

@@ -1,7 +1,7 @@
 """Instructions of a decode step on the engine thread, counted by valgrind's callgrind: the same on any machine with the
 same packages, however busy it is.
 
-    valgrind --tool=callgrind --instr-atstart=no ... python -m stagecache.bench.instructions SOCKET
+    valgrind --tool=callgrind --instr-atstart=no --collect-atstart=no ... python -m stagecache.bench.instructions SOCKET
 
 is what ``count`` runs: the engine's side in a process of its own, with the counting switched on for the measured steps
 alone. The imports before them take most of its time, 20 s on a quiet machine.
@@ -25,7 +25,7 @@ STEPS: Final = 48
 WARM_UP: Final = 32
 _REQUEST: Final = (ord("C") << 24) | (ord("T") << 16)
 _START: Final = _REQUEST + 4
-_STOP: Final = _REQUEST + 5
+_TOGGLE: Final = _REQUEST + 2
 _CODE: Final = bytes.fromhex("4889f831d248c1c70348c1c70d48c1c73d48c1c7334887db4889d0c3")
 """mov rax, rdi; xor edx, edx; valgrind's mark of a client request (nothing elsewhere); mov rax, rdx; ret."""
 
@@ -45,7 +45,8 @@ def count(socket: Path, *, requests: int = 32) -> float:
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "callgrind.out"
-        valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}"]
+        valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no"]
+        valgrind.append(f"--callgrind-out-file={out}")
         module = [sys.executable, "-m", "stagecache.bench.instructions", str(socket), str(requests)]
         subprocess.run([*valgrind, *module], check=True, capture_output=True, text=True)
         total = re.search(r"^(?:totals|summary): (\d+)", out.read_text(), re.MULTILINE)
@@ -84,14 +85,15 @@ def _drive(socket: Path, requests: int) -> None:
         for _ in range(WARM_UP // 8):
             run_block(ours, workload.block(lane), None)
         gc.disable()
+        ask(_START)
         for _ in range(STEPS // 8):
             for step in workload.block(lane):
                 plan = lane.batch.plan(step.requests, step.counts)
                 ids = list(lane.batch.ids)
-                ask(_START)
+                ask(_TOGGLE)
                 ours.begin(plan)
                 ours.materialize(ours.save(step.rows, len(ids)), ids)
-                ask(_STOP)
+                ask(_TOGGLE)
                 ours.quiet()
     finally:
         ours.close()
