@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from stagecache_wire.geometry import LOG_ENTRIES, Geometry
 
 MAGIC = int.from_bytes(b"STGCACHE", "little")
-ABI = 1
+ABI = 2
 """Raised whenever a byte of any segment or record changes its meaning."""
 
 WORD = 8

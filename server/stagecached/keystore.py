@@ -153,6 +153,14 @@ class KeyStore:
             out.view(np.uint8).reshape(span.rows, self.row_bytes)[~present] = 0
         return found
 
+    def read(self, run: slice, out: NDArray[np.void]) -> None:
+        """Copy the rows of these slots as they are to ``out``, void [slots]."""
+        np.copyto(out, self._pool[run])
+
+    def write(self, run: slice, rows: NDArray[np.void]) -> None:
+        """Copy ``rows``, void [slots], to these slots."""
+        self._pool[run] = rows
+
     def present_slots(self, slot_words: Words, epoch_sequence: int) -> int:
         """How many slots of the whole pool are PRESENT."""
         found, _ = classify(slot_words, self.claims, epoch_sequence)

@@ -6,10 +6,13 @@ Simulated in one process, so that every point of every kind of record has its tu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from random import Random
 
+import numpy as np
+
 from stagecache_wire.geometry import KeySchema
+from stagecache_wire.presence import Presence, presence_of
 from stagecache_wire.records import KeyMode, Kind, Record, key_words
 from stagecached.consumer import Consumer
 from stagecached.segments import SessionSegments
@@ -28,8 +31,12 @@ from tests.unit.server.session_kit import (
     slots,
     snapshot,
 )
+from tests.unit.server.sharing_kit import KeptBlocks
 
 ROWS, CLAIM, FAILED = KeyMode.ROWS, KeyMode.CLAIM, KeyMode.FAILED
+
+A, B, C = (bytes([number]) * 32 for number in (1, 2, 3))
+SHARED_KEY = KEYS[0]
 
 POINTS_AFTER_CONSUMED = 2
 """Of each record: past them it is not done again."""
@@ -63,22 +70,31 @@ def script() -> list[Callable[[SessionSegments], Record]]:
         filled(1, 4, save(1, runs((2, 4)), (0, ROWS), (1, FAILED))),
         plain(flush(0, slots(10, 3), [2, 1], kind=Kind.FAIL)),
         plain(Record(0, Kind.LOST, rows=3, runs=runs((0, 1), (6, 2)))),
+        plain(Record.of_blocks(Kind.PUBLISH, [(0, A), (2, B)])),
         filled(0, 5, behind),
+        plain(Record.of_blocks(Kind.PUBLISH, [(3, B), (4, C)])),
+        plain(Record.of_blocks(Kind.FILL, [(4, B), (6, C), (1, B)])),
+        plain(hit(runs((16, 4)), (0, 7, 8192))),
         plain(hit(runs((0, 8)), (0, 1, 2048), (2, 2, 3072))),
         plain(Record(0, Kind.CLOSE_KEY, keys=key_words((1, ROWS)))),
+        plain(Record.of_blocks(Kind.PUBLISH, [(4, A)])),
         plain(Record(0, Kind.RESET, rows=1)),
+        plain(Record.of_blocks(Kind.FILL, [(5, A)])),
         filled(1, 6, save(1, slots(1, 5), (0, ROWS), (2, ROWS))),
         plain(hit(runs((0, 3), (5, 1)), (0, 5, 5000), (2, 6, 6000))),
     ]
 
 
 @contextmanager
-def mortal_run(deaths: list[tuple[int, int]]) -> Iterator[tuple[dict[str, bytes], list[int]]]:
+def mortal_run(deaths: list[tuple[int, int]], *, once: bool = True) -> Iterator[tuple[dict[str, bytes], list[int]]]:
     """Work the script off. The consumer dies at each (record, visit of a point in it) of ``deaths``, in order, and a
     new one adopts the segments. Yields what is in shared memory at the end, and how many points each record has.
+
+    once: every death must come. A record that is done again may have fewer points: a block is kept already.
     """
     visits: list[int] = []
     left = list(deaths)
+    kept = KeptBlocks([SHARED_KEY], GEOMETRY.block_size)
 
     class Mortal(Consumer):
         def _point(self, name: str) -> None:
@@ -99,14 +115,18 @@ def mortal_run(deaths: list[tuple[int, int]]) -> Iterator[tuple[dict[str, bytes]
                 visits.append(0)
                 while segments.consumed < segments.head:
                     consumer, told = consumer_of(segments, Mortal)
+                    consumer.sharing.membership = kept
                     try:
                         consumer._drain()
                     except DeathError:
                         visits[-1] = 0
                         segments = SessionSegments.adopt(names, GEOMETRY, open_keys(segments), 2)
                     assert told == []
+                while not once and left and left[0][0] < len(visits):
+                    left.pop(0)
             assert not left, f"no such points: {left}"
-            yield snapshot(segments), visits
+            blocks = {block_hash.hex(): rows[SHARED_KEY.name].tobytes() for block_hash, rows in kept.blocks.items()}
+            yield {**snapshot(segments), **blocks}, visits
         finally:
             segments.unlink()
 
@@ -125,6 +145,46 @@ def test_a_consumer_that_dies_at_any_point_of_any_record_leaves_no_trace() -> No
                 assert found == expected, f"died at point {visit} of record {record}"
 
 
+def test_a_block_whose_hash_goes_between_a_death_and_the_redo_is_whole_or_unknown() -> None:
+    """A FILL that was done stays done; one that was cut short and cannot be done again makes its slots UNKNOWN."""
+    expected = b"".join(bytes([number]) * SHARED_KEY.row_bytes for number in range(GEOMETRY.block_size))
+    seen = set()
+    for visit in range(1, 8):
+        with new_session() as segments:
+            kept = KeptBlocks([SHARED_KEY], GEOMETRY.block_size)
+            kept.blocks[A] = {SHARED_KEY.name: np.frombuffer(expected, f"V{SHARED_KEY.row_bytes}")}
+            left = [visit]
+
+            class Mortal(Consumer):
+                def _point(self, name: str, left: list[int] = left) -> None:
+                    left[0] -= 1
+                    if left[0] == 0:
+                        raise DeathError(name)
+
+            Log(segments).append(Record.of_blocks(Kind.FILL, [(2, A)]))
+            consumer, _ = consumer_of(segments, Mortal)
+            consumer.sharing.membership = kept
+            with suppress(DeathError):
+                consumer._drain()
+            died = segments.consumed == 0
+            kept.blocks.clear()
+            again, told = consumer_of(segments)
+            again.sharing.membership = kept
+            again._drain()
+            assert told == []
+            state = {
+                Presence(presence_of(int(segments.slot_words[slot]), int(segments.keys[0].claims[slot]), 0)).name
+                for slot in range(8, 12)
+            }
+            if state == {"PRESENT"}:
+                assert bytes(segments.keys[0].segments()[1].map[8 * 8 : 12 * 8]) == expected
+            else:
+                assert state == {"UNKNOWN"}
+                assert died
+            seen |= state
+    assert seen == {"PRESENT", "UNKNOWN"}
+
+
 def test_a_consumer_that_dies_again_and_again_leaves_no_trace() -> None:
     with mortal_run([]) as (expected, points):
         pass
@@ -135,7 +195,7 @@ def test_a_consumer_that_dies_again_and_again_leaves_no_trace() -> None:
         later = rng.randrange(record, len(points))
         if later > record:
             deaths.append((later, rng.randint(1, points[later])))
-        with mortal_run(deaths) as (found, _):
+        with mortal_run(deaths, once=False) as (found, _):
             assert found == expected, f"died at {deaths}"
 
 
