@@ -41,9 +41,11 @@ PHASES: Final = ("begin", "save", "materialize")
 KINDS: Final = ("begin", "save", "lost", "flush", "fail", "reset", "close_key", "publish", "fill")
 """Kinds of records, as ``records.Kind`` counts them from 1."""
 
-SHARED_BLOCKS: Final = ("kept", "held", "incomplete", "no_room", "closed", "filled", "missing")
-"""What became of the blocks of PUBLISH records (kept now; held already; rows of a key not there; no room; no namespace,
-or one of a newer generation) and of FILL records (filled; made UNKNOWN)."""
+SHARED_BLOCKS: Final = (
+    "stored", "known", "not_present", "no_room", "changed", "not_joined", "filled", "missing",
+)  # fmt: skip
+"""What became of the blocks of PUBLISH records (as ``pb.PublishState`` counts them from 1) and of FILL records (filled;
+made UNKNOWN)."""
 
 
 class Worker(IntEnum):

@@ -43,6 +43,8 @@ U8: TypeAlias = NDArray[np.uint8]
 
 UNIT_RUNS = 1
 NO_PAGE = (1 << 64) - 1
+SAME_MODEL = 0
+"""In a RESET's page word: rows were lost, but the model computes what it computed before; else NO_PAGE."""
 KEY_MASK = (1 << 24) - 1
 MODE_SHIFT = 24
 HASH_BYTES = 32
@@ -136,6 +138,11 @@ class Record:
         hashes = np.frombuffer(b"".join(block_hash for _, block_hash in blocks), np.uint8)
         ids = np.array([block for block, _ in blocks], np.uint32)
         return cls(0, kind, rows=len(blocks), unit_runs=True, runs=ids, hashes=hashes.reshape(-1, HASH_BYTES))
+
+    @property
+    def same_model(self) -> bool:
+        """Of a RESET: what the namespace keeps is still right."""
+        return self.page == SAME_MODEL
 
     def sections(self) -> tuple[NDArray[Any], ...]:
         """What the payload holds, in its order."""

@@ -201,11 +201,11 @@ class Consumer:
         elif kind in (Kind.FLUSH, Kind.FAIL):
             self._flush(record, failed=kind is Kind.FAIL)
         elif kind is Kind.RESET:
+            self.sharing.reset(record)
             self._words[layout.D_EPOCH_SEQUENCE] = record.sequence
             self._point("between_epoch_words")
             self._words[layout.D_EPOCH] = record.rows
             self._point("after_epoch")
-            self.sharing.reset(record)
         elif kind is Kind.PUBLISH:
             self.sharing.publish(record)
         elif kind is Kind.FILL:

@@ -153,13 +153,13 @@ class KeyStore:
             out.view(np.uint8).reshape(span.rows, self.row_bytes)[~present] = 0
         return found
 
-    def read(self, run: slice, out: NDArray[np.void]) -> None:
-        """Copy the rows of these slots as they are to ``out``, void [slots]."""
-        np.copyto(out, self._pool[run])
+    def rows(self, slots: slice) -> NDArray[np.void]:
+        """void [n]: the pool's rows of a run of slots, as they stand there."""
+        return self._pool[slots]
 
-    def write(self, run: slice, rows: NDArray[np.void]) -> None:
-        """Copy ``rows``, void [slots], to these slots."""
-        self._pool[run] = rows
+    def write(self, slots: slice, rows: NDArray[np.void]) -> None:
+        """Copy ``rows``, void [n], to a run of slots."""
+        self._pool[slots] = rows
 
     def present_slots(self, slot_words: Words, epoch_sequence: int) -> int:
         """How many slots of the whole pool are PRESENT."""

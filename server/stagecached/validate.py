@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from stagecache_wire import layout
-from stagecache_wire.records import OF_BLOCKS, BadRecordError, KeyMode, Kind, Record
+from stagecache_wire.records import NO_PAGE, OF_BLOCKS, SAME_MODEL, BadRecordError, KeyMode, Kind, Record
 from stagecache_wire.v1 import stagecache_pb2
 from stagecached.segments import SessionSegments
 
@@ -51,6 +51,8 @@ def check_record(segments: SessionSegments, record: Record) -> None:
         raise BadRecordError(f"{kind.name} carries runs")
     if kind is Kind.RESET and not segments.epoch <= record.rows < 1 << 63:
         raise BadRecordError(f"epoch {record.rows} after {segments.epoch}")
+    if kind is Kind.RESET and record.page not in (SAME_MODEL, NO_PAGE):
+        raise BadRecordError(f"RESET with page {record.page}")
     modes = _check_keys(segments, record)
     if kind is Kind.SAVE:
         if KeyMode.ROWS in modes:

@@ -59,9 +59,9 @@ class RecordFigures:
         self._words[_GATHERED_ROWS] += rows
         self._words[layout.D_GATHERED_BYTES] += size
 
-    def shared(self, outcome: str, blocks: int) -> None:
-        """What became of blocks of a PUBLISH or FILL: one of ``SHARED_BLOCKS``."""
-        self._words[_SHARED[outcome]] += blocks
+    def shared(self, outcome: str) -> None:
+        """What became of a block of a PUBLISH or FILL: one of ``SHARED_BLOCKS``."""
+        self._words[_SHARED[outcome]] += 1
 
     def spans_done(self, spans: int, rows: int, begun_ns: int) -> None:
         """All gathers of a record are done. spans, rows: of hits; begun_ns: time.monotonic_ns() before them."""

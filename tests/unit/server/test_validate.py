@@ -61,6 +61,7 @@ GOOD: dict[str, Callable[[], Record]] = {
     "flush": lambda: flush(1, slots(3, 9), [1, 4]),
     "fail": lambda: flush(9, slots(3, 9), [1, 4], kind=Kind.FAIL),
     "reset": lambda: Record(0, Kind.RESET, rows=4),
+    "reset of a model that is the same": lambda: Record(0, Kind.RESET, page=records.SAME_MODEL, rows=4),
     "close key": lambda: Record(0, Kind.CLOSE_KEY, keys=key_words((1, ROWS))),
     "publish": lambda: blocks(Kind.PUBLISH, 0, 7, 3),
     "fill": lambda: blocks(Kind.FILL, 7),
@@ -86,6 +87,7 @@ BAD: dict[str, tuple[Callable[[], Record], str]] = {
     ),
     "begin with runs": (lambda: replace(hit(runs((0, 2)), (0, 1, 0)), runs=runs((0, 2))), "BEGIN carries runs"),
     "reset to an epoch beyond a word": (lambda: Record(0, Kind.RESET, rows=1 << 63), "epoch 9223372036854775808 after"),
+    "reset with a page": (lambda: Record(0, Kind.RESET, page=1, rows=4), "RESET with page 1"),
     "reset with runs": (lambda: Record(0, Kind.RESET, runs=runs((0, 2))), "RESET carries runs"),
     "close key with runs": (
         lambda: Record(0, Kind.CLOSE_KEY, keys=key_words((1, ROWS)), runs=runs((0, 1))), "CLOSE_KEY carries runs"
