@@ -267,8 +267,8 @@ class StageCache:
         return self._saver.sharing.publish(blocks)
 
     def fill(self, blocks: Sequence[tuple[int, bytes]]) -> int:
-        """Give blocks the rows that the node keeps under their hashes, before new_step_starts of a step that hits them. A
-        block whose hash is not kept is UNKNOWN for every key: a hit on it raises UnreadableHitError. Engine thread;
+        """Give blocks the rows that the node keeps for their hashes, before new_step_starts of a step that hits them.
+        A block whose hash is not kept is UNKNOWN for every key: a hit on it raises UnreadableHitError. Engine thread;
         returns how many were logged; the others are UNKNOWN too.
         """
         return self._saver.sharing.fill(blocks)
