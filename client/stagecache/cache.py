@@ -124,6 +124,7 @@ class StageCache:
         policy: ModelCachePolicy | None = None,
         keys: Sequence[KeySchema] = (),
         rank: int = 0,
+        engine: str = "",
         open_remembered_keys: bool = False,
         staging_claim_timeout_s: float = 30.0,
         merge_timeout_s: float = 30.0,
@@ -135,11 +136,12 @@ class StageCache:
     ) -> StageCache:
         """Attach this process to the daemon at ``socket`` and open the declared ``keys``.
 
-        geometry: the engine's KV cache and limits. view: the live batch. staging_claim_timeout_s: longest wait of a
-        save for a page (W2). merge_timeout_s: longest wait of a materialize for a hit. daemon_grace_s: how long an
-        outage is waited for, once. gpu_staging_bytes: device bytes that deferred clones may take (W3). split_lists:
-        give each request its entry of a list with one entry a request. explicit_acks: rows count as delivered when
-        ``ack`` says so, not when materialize handed them out (R3).
+        geometry: the engine's KV cache and limits. view: the live batch. engine: a name that this engine's scheduler
+        gives too, where it holds leases on shared blocks. staging_claim_timeout_s: longest wait of a save for a page
+        (W2). merge_timeout_s: longest wait of a materialize for a hit. daemon_grace_s: how long an outage is waited
+        for, once. gpu_staging_bytes: device bytes that deferred clones may take (W3). split_lists: give each request
+        its entry of a list with one entry a request. explicit_acks: rows count as delivered when ``ack`` says so, not
+        when materialize handed them out (R3).
 
         Raises:
             DaemonUnavailableError: nobody answers at the socket.
@@ -152,6 +154,7 @@ class StageCache:
             geometry=geometry,
             keys=keys,
             rank=rank,
+            engine=engine,
             open_remembered_keys=open_remembered_keys,
             daemon_grace_s=daemon_grace_s,
         )

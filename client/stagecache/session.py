@@ -110,10 +110,11 @@ class Session:
         geometry: Geometry,
         keys: Sequence[KeySchema] = (),
         rank: int = 0,
+        engine: str = "",
         open_remembered_keys: bool = False,
         daemon_grace_s: float = 2.0,
     ) -> Session:
-        """Attach this process to the daemon at ``socket``.
+        """Attach this process to the daemon at ``socket``; arguments as of ``StageCache.attach``.
 
         Raises:
             DaemonUnavailableError: nobody answers there.
@@ -147,6 +148,7 @@ class Session:
                     keys=[schema_to_wire(key) for key in keys],
                     open_remembered_keys=open_remembered_keys,
                     rank=rank,
+                    engine=engine,
                 ),
                 ATTACH_TIMEOUT_S,
             )
