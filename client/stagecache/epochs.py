@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from stagecache.counters import Counters
 from stagecache.deferred import DeferredRows
-from stagecache.engine_resets import NOT_LOGGED, ROWS_LOST, EngineResets
+from stagecache.engine_resets import EngineResets
 from stagecache.errors import StageCacheError
+from stagecache.reset_causes import NOT_LOGGED, ROWS_LOST
 from stagecache.session import Session
 from stagecache.slots import Runs, count_slots
 from stagecache_wire.records import NO_PAGE, SAME_MODEL, Kind, Record

@@ -9,6 +9,7 @@ before the gathers that read its blocks. Where a scheduler-side shim is there, i
 the cache logs them by itself:
 
     stagecache_published    dict of request id to (block id, hash) pairs that this step makes full
+    stagecache_settled      the same of earlier steps
     stagecache_fill         (block id, hash) pairs
 
 Nothing here may cost a step: what cannot be published is not shared, and blocks whose fill cannot be logged are lost
@@ -119,17 +120,25 @@ class BlockSharing:
         if self._held:
             for req_id in plan.ended:
                 self.publish(self._held.pop(req_id, ()))
+        settled = self._ready(getattr(output, "stagecache_settled", None))
+        if settled:
+            self.publish(settled)
         blocks = getattr(output, "stagecache_fill", None)
         if blocks:
             self.fill(blocks)
-        published: dict[str, list[NamedBlock]] | None = getattr(output, "stagecache_published", None)
+        plan.publish = self._ready(getattr(output, "stagecache_published", None))
+
+    def _ready(self, published: dict[str, list[NamedBlock]] | None) -> list[NamedBlock]:
+        """Blocks that may be published with this step. Rows of deferred keys come with a flush, which is at the end of
+        their request at the latest: then these blocks are.
+        """
         if not published:
-            return
-        if self._keys.policy.deferred_keys:  # Their rows come with a flush, at the end of the request at the latest.
-            for req_id, full in published.items():
-                self._held.setdefault(req_id, []).extend(full)
-        else:
-            plan.publish = [block for full in published.values() for block in full]
+            return []
+        if not self._keys.policy.deferred_keys:
+            return [block for full in published.values() for block in full]
+        for req_id, full in published.items():
+            self._held.setdefault(req_id, []).extend(full)
+        return []
 
     def publish(self, blocks: Iterable[NamedBlock]) -> int:
         """Log which blocks are full, under which hashes; how many were logged. What cannot be logged is not shared."""

@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from stagecache.errors import AttachError, FailedWriteError, StageCacheError
 from stagecache.gates import check_stage, no_cache_reason, read_facts
+from stagecache.shim.identity import FINGERPRINT_ENV, engine_name, hash_seed, model_fingerprint
 from stagecache.shim.scheduler import stage_name
+from stagecache.shim.shared_blocks import shared_blocks_wanted
 from stagecache.shim.sinks import consumers_from_env
 from stagecache.shim.steps import StepConsumers, StepHidden, StepRows, consumers, external_id, on_step
 
@@ -282,6 +284,7 @@ def _attach(runner: Any, config: Any, kv_cache_config: Any, block_size: int) -> 
             view=RunnerBatch(runner, block_size),
             keys=[hidden],
             rank=_tp_rank(),
+            engine=engine_name(config),
         )
     except AttachError as error:
         if os.environ.get("STAGECACHE_REQUIRED") == "1":
@@ -296,7 +299,42 @@ def _attach(runner: Any, config: Any, kv_cache_config: Any, block_size: int) -> 
         return None, "the worker could not attach (" + str(error).rstrip(".") + ")"
     blocks = int(kv_cache_config.num_blocks)
     logger.info("stagecache: stage %s attached at %s, %d blocks of %d tokens", stage, socket, blocks, block_size)
+    if shared_blocks_wanted():
+        _join(cache, config, stage)
     return cache, ""
+
+
+def _join(cache: StageCache, config: Any, stage: str) -> None:
+    """Share blocks with the replicas of this stage, where the daemon does. Without, everything is computed here."""
+    from stagecache.sharing import Namespace
+
+    fingerprint = model_fingerprint(config)
+    if fingerprint is None:
+        logger.warning(
+            "stagecache: stage %s shares no blocks: the files of model %s cannot be found, so nothing says which "
+            "replicas compute the same. Name the model by %s, the same text for replicas that do.",
+            stage,
+            config.model_config.model,
+            FINGERPRINT_ENV,
+        )
+        return
+    try:
+        joined = cache.join_namespace(
+            Namespace(
+                fingerprint,
+                str(config.cache_config.prefix_caching_hash_algo),
+                hash_seed(),
+                str(config.model_config.dtype).removeprefix("torch."),
+                int(config.parallel_config.tensor_parallel_size),
+            )
+        )
+    except StageCacheError as error:
+        logger.warning("stagecache: stage %s shares no blocks: %s", stage, error)
+        return
+    if joined.on:
+        logger.info("stagecache: stage %s shares %d blocks", stage, joined.num_blocks)
+    else:
+        logger.warning("stagecache: stage %s shares no blocks: %s", stage, joined.why)
 
 
 _env_consumers_subscribed = False
