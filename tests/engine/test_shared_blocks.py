@@ -35,8 +35,7 @@ class EngineProcess:
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, str(PROGRAM), str(checkpoint), str(kv_folder)],
-                env=environment
-                | {"PYTHONPATH": os.pathsep.join((str(PROGRAM.parent), os.environ.get("PYTHONPATH", "")))},
+                env=environment | {"PYTHONPATH": path},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
