@@ -177,9 +177,9 @@ class Replica:
     # ---- events
 
     def arrive(self, event: Event) -> None:
-        shared = [event.a % 3 * 31 + position for position in range(21 - event.b % 20)]
-        self.greedy = event.b % 8 == 0
-        self.engine.arrive([*shared, 200 + event.c % 4], decode=event.a // 3 % 5)
+        shared = [event.a % 4 * 31 + position for position in range(21 - event.b % 20)]
+        self.greedy = event.c % 3 == 0
+        self.engine.arrive([*shared, 200 + event.c % 4], decode=event.a // 4 % 5)
 
     def preempt(self, event: Event) -> None:
         self.engine.preempt(event.a)
