@@ -73,6 +73,21 @@ class KeyBook:
         if key.schema.provisional:
             self._provisional.add(key.schema.name)
 
+    def renewed(self, open_key: OpenKey) -> KeyBook:
+        """A book for another session: what the model brings is known, nothing is open."""
+        book = KeyBook(open_key, self.policy, self._declared)
+        book._demoted = set(self._demoted)
+        return book
+
+    def schemas(self) -> list[KeySchema]:
+        """Schemas of open keys that are no guesses, declared ones first. Any thread."""
+        found = [key.schema for key in list(self.open.values()) if not key.schema.provisional]
+        return sorted(found, key=lambda schema: schema.name not in self._declared)
+
+    def is_declared(self, name: str) -> bool:
+        """Whether the key's schema was given at attach."""
+        return name in self._declared
+
     def hit_keys(self) -> list[StagedKey]:
         """Keys that a hit gathers: hidden first where the model needs it, then the others by name."""
         names = sorted(name for name in self.open if name != HIDDEN_KEY)
@@ -171,8 +186,8 @@ class KeyBook:
                 split.unopened.append((name, tensor[:n]))
                 return
             except StageCacheError as error:
-                logger.warning("stagecache: key %s is not kept: %s", name, error)
-                self.refused[name] = error
+                self.refused[name] = error.again()
+                logger.warning("stagecache: key %s is not kept: %s", name, self.refused[name])
             if name in self.refused:
                 split.unkept.append((name, tensor[:n]))
                 return

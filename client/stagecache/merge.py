@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,9 @@ from stagecache.outputs import StageCacheOutputs
 from stagecache.pages import PageUse
 from stagecache.policy import HIDDEN_KEY
 
+if TYPE_CHECKING:
+    from stagecache.attachment import Attachment
+
 
 @dataclass(slots=True)
 class SavedStep:
@@ -27,7 +30,7 @@ class SavedStep:
     page: the staging page it holds. staged: keys whose rows are in the page. local: rows of other per-token keys
     (deferred, or not kept), a copy of their own, by name. leftover: snapshot by name. hits: by request.
     absent_requests: requests with a hit of which the batch has no row (H7). failed: raised at materialize (K3).
-    wants_hidden: whether hidden states are handed out.
+    wants_hidden: whether hidden states are handed out. home: what it was saved under.
     """
 
     step_id: int
@@ -41,6 +44,7 @@ class SavedStep:
     wants_hidden: bool
     split_lists: bool = True
     all_keys: dict[str, StagedKey] = field(default_factory=dict)
+    home: Attachment = field(init=False)
 
 
 Window = tuple[int, int]

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from stagecache.errors import StagingTimeoutError
 from stagecache.log import WAIT_SLICE_S, LogWriter
 from stagecache.writes import Write
+
+if TYPE_CHECKING:
+    from stagecache.mapping import StagedKey
+    from stagecache.session import Session
 
 
 @dataclass(slots=True)
@@ -125,3 +130,30 @@ class FlushPages:
     def logged(self, page: int, sequence: int) -> None:
         """The page belongs to the FLUSH ``sequence`` until that is consumed."""
         self._sequences[page] = sequence
+
+
+class FlushLog:
+    """Flush pages of every deferred key of a session: what deferred rows need of the log. Engine thread only."""
+
+    def __init__(self, session: Session, claim_timeout_s: float) -> None:
+        """claim_timeout_s: longest wait for a page, in seconds."""
+        self._session = session
+        self._claim_timeout_s = claim_timeout_s
+        self._pages: dict[int, FlushPages] = {}
+
+    def claim(self, key: StagedKey) -> int:
+        """A page of the key that the daemon has done with.
+
+        Raises:
+            StageCacheError: none in time, or the daemon is gone.
+        """
+        pages = self._pages.get(key.key_id)
+        if pages is None:
+            pages = self._pages[key.key_id] = FlushPages(self._session.geometry.staging_depth)
+        what = f"a flush page of key {key.schema.name}"
+        self._session.wait_consumed(pages.next_free_at, self._claim_timeout_s, what, kind="flush")
+        return pages.take()
+
+    def logged(self, key: StagedKey, page: int, sequence: int) -> None:
+        """The FLUSH ``sequence`` names the page."""
+        self._pages[key.key_id].logged(page, sequence)

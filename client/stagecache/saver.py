@@ -21,7 +21,7 @@ from stagecache.keys import KeyBook, Split
 from stagecache.leftovers import snapshot
 from stagecache.mapping import StagedKey
 from stagecache.merge import SavedStep
-from stagecache.pages import FlushPages, PageUse, StepPages
+from stagecache.pages import FlushLog, PageUse, StepPages
 from stagecache.planner import StepPlan
 from stagecache.session import Session
 from stagecache.sharing import BlockSharing
@@ -51,8 +51,9 @@ class StepSaver:
         self.hits = hits
         self.counters = counters
         self.pages = StepPages(session.geometry.staging_depth, session.log)
+        self._flushes = FlushLog(session, claim_timeout_s)
         self.deferred = DeferredRows(
-            gpu_staging_bytes, device, self._claim_flush_page, session.append, self._flush_logged
+            gpu_staging_bytes, device, self._flushes.claim, session.append, self._flushes.logged
         )
         self.epochs = Epochs(session, self.deferred, counters)
         self.sharing = BlockSharing(session, keys, self.epochs)
@@ -62,7 +63,6 @@ class StepSaver:
         self._claim_timeout_s = claim_timeout_s
         self._merge_timeout_s = merge_timeout_s
         self._split_lists = split_lists
-        self._flush_pages: dict[int, FlushPages] = {}
         self._last_ids: list[int] = []
         self._last_words: U32 = key_words()
 
@@ -95,7 +95,7 @@ class StepSaver:
                 self.hits.logged(part, self.session.append(record))
             except StageCacheError as error:
                 for _, gather in part:
-                    gather.error = error
+                    gather.error = error.again()
         self.hits.spill(planned, self._merge_timeout_s)
 
     def save(
@@ -283,17 +283,6 @@ class StepSaver:
         ]
         for key, rows in clones:
             self._guarded(partial(self.deferred.add, StepClone(key, rows, slots, sequence, 0), parts))
-
-    def _claim_flush_page(self, key: StagedKey) -> int:
-        pages = self._flush_pages.get(key.key_id)
-        if pages is None:
-            pages = self._flush_pages[key.key_id] = FlushPages(self.session.geometry.staging_depth)
-        what = f"a flush page of key {key.schema.name}"
-        self.session.wait_consumed(pages.next_free_at, self._claim_timeout_s, what, kind="flush")
-        return pages.take()
-
-    def _flush_logged(self, key: StagedKey, page: int, sequence: int) -> None:
-        self._flush_pages[key.key_id].logged(page, sequence)
 
     def _guarded(self, action: Callable[[], None]) -> None:
         """Do something to deferred rows; where the log cannot be reached, a new epoch begins later instead."""

@@ -18,6 +18,8 @@ like the rows of a step (W8), so that hits on them fail and never show an older 
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from stagecache.keys import KeyBook
     from stagecache.planner import StepPlan
     from stagecache.session import Session
+
+logger = logging.getLogger("stagecache")
 
 NamedBlock: TypeAlias = tuple[int, bytes]
 """A block id of the engine, and the 32-byte hash of the content up to the block's end."""
@@ -82,6 +86,7 @@ class BlockSharing:
         self._keys = keys
         self._epochs = epochs
         self._on = False
+        self._namespace: tuple[Namespace, int] | None = None
         self._held: dict[str, list[NamedBlock]] = {}
 
     @property
@@ -91,6 +96,7 @@ class BlockSharing:
 
     def join(self, namespace: Namespace) -> Joined:
         """See ``StageCache.join_namespace``."""
+        self._namespace = namespace, self._epochs.model_resets
         answer = self._session.rpc.join_namespace(
             pb.JoinNamespaceRequest(
                 model_fingerprint=namespace.model_fingerprint,
@@ -112,6 +118,29 @@ class BlockSharing:
             answer.cached_blocks,
             answer.generation,
         )
+
+    @property
+    def vouched(self) -> Namespace | None:
+        """What the model still is, as far as is known: what was joined, and no reset has taken back."""
+        if self._namespace is None or self._epochs.model_may_differ:
+            return None
+        namespace, model_resets = self._namespace
+        return namespace if model_resets == self._epochs.model_resets else None
+
+    def join_later(self, namespace: Namespace) -> None:
+        """See ``StageCache.join_later``. Until the daemon has answered, blocks named are not kept, and fills miss."""
+        self._on = True
+
+        def run() -> None:
+            try:
+                joined = self.join(namespace)
+                if not joined.on:
+                    logger.warning("stagecache: stage %s shares no blocks: %s", self._session.stage, joined.why)
+            except StageCacheError as error:
+                self._on = False
+                logger.warning("stagecache: stage %s shares no blocks: %s", self._session.stage, error)
+
+        threading.Thread(target=run, name="stagecache-join", daemon=True).start()
 
     def begin(self, output: Any, plan: StepPlan) -> None:
         """What the scheduler output of a step says of shared blocks. Behind the flushes of requests that ended, before

@@ -22,6 +22,9 @@ MAGIC = int.from_bytes(b"STGCACHE", "little")
 ABI = 2
 """Raised whenever a byte of any segment or record changes its meaning."""
 
+MAX_SEQUENCE = (1 << 62) - 1
+"""Claim words hold a sequence above two bits. No log gets so far, but a word that somebody scribbled on may say so."""
+
 WORD = 8
 ENTRY_WORDS = 8
 RESULT_WORDS = 8

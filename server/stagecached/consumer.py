@@ -141,6 +141,8 @@ class Consumer:
             try:
                 record = self._read(sequence)
                 self._do(record)
+                self.figures.done(record, begun_ns)
+                self._publish(sequence)
             except BadRecordError as error:
                 self._fail(sequence, str(error))
                 return
@@ -149,8 +151,6 @@ class Consumer:
                 raise
             finally:
                 self.busy_since = None
-            self.figures.done(record, begun_ns)
-            self._publish(sequence)
 
     def _read(self, sequence: int) -> Record:
         words, payload = read_entry(self._segments, sequence)

@@ -11,7 +11,7 @@ import typer
 from stagecache.cli.console import err, out, show_error
 
 #: As stagecache.bench.run has them, which imports torch.
-WORKLOADS = ("decode", "prefill", "hits", "same-step", "deferred", "copies", "blocks", "sessions")
+WORKLOADS = ("decode", "prefill", "hits", "same-step", "deferred", "copies", "blocks", "sessions", "lookups")
 
 _Ints = Optional[list[int]]  # noqa: UP045  typer reads it at run time, on Python 3.10 too
 _Floats = Optional[list[float]]  # noqa: UP045
