@@ -370,9 +370,8 @@ class StageCache:
             DaemonLostError, SessionFailedError, CallDeadlineError: a hit could not be brought. The step is consumed.
         """
         begun = time.perf_counter_ns()
-        wanted = list(dict.fromkeys(req_ids))
         with self._delivery:
-            step, clipped = self._take(step_id, wanted)
+            step, wanted, clipped = self._take(step_id, req_ids)
             try:
                 if step.failed:
                     raise step.failed[0].again()
@@ -389,13 +388,20 @@ class StageCache:
             self._export.handed_out(step, wanted, len(self._steps), self._next_step_id - 1)
         return outputs
 
-    def _take(self, step_id: int, wanted: list[str]) -> tuple[SavedStep, dict[str, Window] | None]:
-        """Consume a step, and say which positions of each request it hands out; None where that is all of them."""
+    def _take(self, step_id: int, req_ids: Sequence[str]) -> tuple[SavedStep, list[str], dict[str, Window] | None]:
+        """Consume a step: the step, the ids that are asked for, each once, and which positions of each are handed out;
+        None where that is all of them.
+        """
         with self._lock:
             step = self._steps.get(step_id)
             if step is None:
                 raise self._consumed_error(step_id)
-            if wanted != step.batch.req_ids and not set(wanted) <= set(step.batch.req_ids):
+            wanted = step.batch.req_ids
+            if req_ids != wanted:
+                wanted = list(dict.fromkeys(req_ids))
+                if wanted == step.batch.req_ids:
+                    wanted = step.batch.req_ids
+            if wanted is not step.batch.req_ids and not set(wanted) <= set(step.batch.req_ids):
                 strangers = sorted(set(wanted) - set(step.batch.req_ids))
                 raise UnknownRequestError(
                     f"materialize(step {step_id}) asked for {strangers[:8]}, not in the batch when it was saved.",
@@ -403,7 +409,7 @@ class StageCache:
                 )
             del self._steps[step_id]
             self._in_flight.add(step_id)
-            return step, windows(step, wanted, self._bounds) if self._requests.chained else None
+            return step, wanted, windows(step, wanted, self._bounds) if self._requests.chained else None
 
     def ack(self, req_id: str, upto: int) -> None:
         """With ``explicit_acks``: the rows of a request below position ``upto`` were received (R3). Any thread.
@@ -441,7 +447,7 @@ class StageCache:
 
     def _delivered(self, step: SavedStep, wanted: list[str], clipped: dict[str, Window] | None) -> None:
         batch = step.batch
-        if clipped is None and batch.counts is None and wanted == batch.req_ids:
+        if clipped is None and batch.counts is None and wanted is batch.req_ids:
             self._requests.handed_out_all(batch.rows, batch.ends)
             return
         of = windows(step, wanted, lambda _: (0, NO_END)) if clipped is None else clipped

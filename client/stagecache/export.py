@@ -120,7 +120,6 @@ class Exporter:
         now, session = time.monotonic_ns(), self._session
         if (
             now - self._full_at > FULL_NS
-            or step.hits
             or step.local
             or step.leftover
             or step.failed

@@ -136,7 +136,7 @@ class HitReader:
             0,
             Kind.BEGIN,
             spans=np.array(span_words, np.uint32),
-            span_runs=np.concatenate(runs),
+            span_runs=runs[0] if len(runs) == 1 else np.concatenate(runs),
             gathers=gathers,
         )
 

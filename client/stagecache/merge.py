@@ -83,14 +83,14 @@ def assemble(
     """
     hidden: dict[str, torch.Tensor] | None = {} if step.wants_hidden else None
     mm: dict[str, dict[str, Any]] = {}
-    names = [key.schema.name for key in step.staged]
-    for name in [*names, *step.local]:
-        merged = _merge_key(step, req_ids, name, window_of, read_hit, hand_out)
-        if name == HIDDEN_KEY:
-            hidden = merged
-        else:
-            mm[name] = merged
-    if hidden is not None and HIDDEN_KEY not in names and HIDDEN_KEY not in step.local:
+    for key in step.staged:
+        name = key.schema.name
+        mm[name] = _merge_key(step, req_ids, name, window_of, read_hit, hand_out)
+    for name in step.local:
+        mm[name] = _merge_key(step, req_ids, name, window_of, read_hit, hand_out)
+    if HIDDEN_KEY in mm:
+        hidden = mm.pop(HIDDEN_KEY)
+    elif hidden is not None:
         hidden = _spans_alone(step, req_ids, window_of, read_hit, hand_out)
     if step.leftover:
         index_of = {req_id: index for index, req_id in enumerate(step.batch.req_ids)}
@@ -117,12 +117,13 @@ def _merge_key(
         source, owned = local, True
     else:
         assert step.page is not None
-        source, owned = step.all_keys[name].pages[step.page.page][: batch.tokens], False
+        source, owned = step.all_keys[name].rows(step.page.page, batch.tokens), False
     hits = step.hits
     if not hits and window_of is None and len(req_ids) == len(batch.req_ids):
         rows = source if owned else clone_rows(source)
-        parts = rows.split_with_sizes(_ones(batch.tokens) if batch.counts is None else batch.counts)
-        if req_ids == batch.req_ids:
+        # "Unsafe" where somebody takes gradients; of rows, it saves the bookkeeping of a view a request.
+        parts = rows.unsafe_split_with_sizes(_ones(batch.tokens) if batch.counts is None else batch.counts)
+        if req_ids is batch.req_ids or req_ids == batch.req_ids:
             return dict(zip(req_ids, parts, strict=True))
         by_id = dict(zip(batch.req_ids, parts, strict=True))
         return {req_id: by_id[req_id] for req_id in req_ids}
@@ -148,7 +149,7 @@ def _merge_key(
 
 @lru_cache(maxsize=16)
 def _ones(count: int) -> list[int]:
-    """Shared, so never to be changed. ``split_with_sizes`` with it takes three quarters of the time of ``split(1)``."""
+    """Shared, so never to be changed. Splitting by it takes a third of the time of ``split(1)``."""
     return [1] * count
 
 

@@ -42,20 +42,25 @@ class StepPages:
         self._changed = threading.Condition()
         self._waiting = False
         self._next = 0
+        self.scarce = False
+        """At the last claim at most one further page was free: the step after the next one may wait for the daemon."""
 
     def try_claim(self, step_id: int) -> PageUse | None:
         """A free page, or None."""
-        depth = len(self._uses)
-        consumed = self._log.consumed
-        for offset in range(depth):
-            page = (self._next + offset) % depth
-            use = self._uses[page]
+        uses, consumed = self._uses, self._log.consumed
+        depth, found, free = len(uses), -1, 0
+        for page in range(self._next - depth, self._next):  # Counted from the end where negative: once around.
+            use = uses[page]
             if use is None or (use.handed_out and use.sequence <= consumed):
-                self._next = (page + 1) % depth
-                claimed = PageUse(page, step_id)
-                self._uses[page] = claimed
-                return claimed
-        return None
+                free += 1
+                if found < 0:
+                    found = page % depth
+        if found < 0:
+            return None
+        self._next = (found + 1) % depth
+        self.scarce = free < 3
+        claimed = uses[found] = PageUse(found, step_id)
+        return claimed
 
     def wait(self, slice_s: float) -> None:
         """Sleep until a page may have become free, for ``slice_s`` seconds at most."""

@@ -63,7 +63,7 @@ class StepSaver:
         self._claim_timeout_s = claim_timeout_s
         self._merge_timeout_s = merge_timeout_s
         self._split_lists = split_lists
-        self._last_ids: list[int] = []
+        self._last_staged: list[StagedKey] = []
         self._last_words: U32 = key_words()
 
     def begin_hits(self, hits: list[Hit]) -> None:
@@ -139,10 +139,10 @@ class StepSaver:
                 write.advance(WriteState.QUEUED)
                 write.advance(WriteState.COPYING)
                 for key, rows in split.immediate:
-                    self._device.stage(key.pages[page.page][:n], rows)
+                    self._device.stage(key.rows(page.page, n), rows)
                     staged.append(key)
                 if n:
-                    self._log_step(plan, batch, split, page)
+                    self._log_step(plan, batch, split, page, staged)
                 write.advance(WriteState.HOST_READY, sequence=page.sequence)
         except BaseException as error:
             if write.state < WriteState.WRITTEN:
@@ -162,15 +162,17 @@ class StepSaver:
             dict(self.keys.open),
         )
 
-    def _log_step(self, plan: StepPlan, batch: Batch, split: Split, page: PageUse) -> None:
+    def _log_step(self, plan: StepPlan, batch: Batch, split: Split, page: PageUse, staged: list[StagedKey]) -> None:
         """The SAVE record, and the gathers that belong behind it."""
         if split.unopened:
             # Rows that no key took: were the slots only claimed by the others, a later hit would read zeros here.
             self.epochs.lose(batch.runs)
         else:
             clones = self._clone_deferred(split) if split.deferred else None
+            # Rows may wait some milliseconds for the daemon to look; meanwhile they hold a page.
             page.sequence = self.session.append(
-                Record.save(page.page, batch.tokens, self._key_words(split), batch.runs)
+                Record.save(page.page, batch.tokens, self._key_words(split, staged), batch.runs),
+                urgent=self.pages.scarce,
             )
             if clones:
                 self._add_deferred(batch, clones, page.sequence)
@@ -181,17 +183,17 @@ class StepSaver:
         elif plan.hits:
             self._gather_behind(plan, batch)
 
-    def _key_words(self, split: Split) -> U32:
-        """The keys section of a SAVE; the last one again where the keys are the same."""
-        ids = [key.key_id for key, _ in split.immediate]
-        if not split.deferred and not split.failed and ids == self._last_ids:
+    def _key_words(self, split: Split, staged: list[StagedKey]) -> U32:
+        """The keys section of a SAVE; the last one again where the keys are the same. staged: as in ``split``."""
+        plain = not split.deferred and not split.failed
+        if plain and staged == self._last_staged:
             return self._last_words
-        keyed = [(key_id, KeyMode.ROWS) for key_id in ids]
+        keyed = [(key.key_id, KeyMode.ROWS) for key in staged]
         keyed += [(key.key_id, KeyMode.CLAIM) for key, _ in split.deferred]
         keyed += [(key.key_id, KeyMode.FAILED) for key, _ in split.failed if key is not None]
         words = key_words(*keyed)
-        if not split.deferred and not split.failed:
-            self._last_ids, self._last_words = ids, words
+        if plain:
+            self._last_staged, self._last_words = staged, words
         return words
 
     def _gather_behind(self, plan: StepPlan, batch: Batch) -> None:

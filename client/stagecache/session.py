@@ -235,8 +235,8 @@ class Session:
 
     # ---------------------------------------------------------------- the log
 
-    def append(self, record: Record) -> int:
-        """Publish a record; returns its sequence.
+    def append(self, record: Record, *, urgent: bool = True) -> int:
+        """Publish a record; returns its sequence. urgent: as for ``LogWriter.append``.
 
         Raises:
             SessionFailedError: the daemon ended the session.
@@ -247,7 +247,7 @@ class Session:
         if self.away or self.has_ended():
             self.check()
         try:
-            return self.log.append(record, 0.0)
+            return self.log.append(record, 0.0, urgent=urgent)
         except LogFullError:
             size = sum(section.nbytes + 8 for section in record.sections())
             if size > self.log.longest:
@@ -325,6 +325,7 @@ class Session:
     def _wait(
         self, ready: Callable[[], bool], timeout_s: float, what: str, listen: Callable[[float], None] | None
     ) -> None:
+        self.log.ring()
         listen = listen or self.log.listen
         deadline = time.monotonic() + timeout_s
         look_at = time.monotonic() + _ALIVE_EVERY_S
@@ -346,7 +347,8 @@ class Session:
 
     def has_ended(self) -> bool:
         """Whether the daemon ended the session: it was stopped, or a record was bad. It does not come back."""
-        return self.control.status != layout.STATUS_LIVE or self.forked or bool(self.watcher.gone)
+        live = self.control.words[layout.D_STATUS] == layout.STATUS_LIVE
+        return not live or self.forked or bool(self.watcher.gone)
 
     def _go_away(self) -> None:
         if not self.away:

@@ -139,9 +139,9 @@ class _StepTracer:
         with self._tracer.start_as_current_span(f"stagecache.{name}", context=self._context_of(step)):
             return inner(*arguments, **named)
 
-    def _traced_append(self, record: Record, timeout_s: float) -> int:
+    def _traced_append(self, record: Record, timeout_s: float, *, urgent: bool = True) -> int:
         context = self._current().get_span_context()
         log = self._cache.session.log
         if context.trace_flags.sampled:
             write_context(self._cache.session.control.words, log.head + 1, context.trace_id, context.span_id)
-        return self._append(record, timeout_s)
+        return self._append(record, timeout_s, urgent=urgent)

@@ -80,6 +80,9 @@ D_RECORDS = D_BASE + 19
 D_SCATTERED_BYTES = D_BASE + 20
 D_GATHERED_BYTES = D_BASE + 21
 D_BUSY_NS = D_BASE + 22
+D_ASLEEP = D_BASE + 128
+"""1: the consumer sleeps until it is rung for; 0: it looks at ``head`` by itself, every few milliseconds. A hint: a
+worker that rings for no reason, or does not ring, costs time and nothing else."""
 
 STATUS_LIVE = 0
 STATUS_FAILED = 1

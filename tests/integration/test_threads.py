@@ -195,10 +195,10 @@ def page_freed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = StageCache._take
 
     def take(self: StageCache, step_id: int, wanted: list[str]) -> Any:
-        step, clipped = taken(self, step_id, wanted)
-        self._saver.pages.hand_out(step.page)
+        found = taken(self, step_id, wanted)
+        self._saver.pages.hand_out(found[0].page)
         time.sleep(0.002)
-        return step, clipped
+        return found
 
     monkeypatch.setattr(StageCache, "_take", take)
 
