@@ -95,6 +95,16 @@ class Workload:
         """churn: how many of the running requests end in a step. resets: how often a new epoch begins. salt: another
         gives the same steps other rows. sharing: full blocks are published and free ones filled; then each step has
         rows of the same keys.
+        """
+        self.rng = Random(seed)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.capacity = capacity
+        self.churn = churn
+        self.reset_rate = resets
+        self.passing_keys = passing_keys
+        self.sharing = sharing
+        self.shared: dict[bytes, dict[str, list[bytes]]] = {}
         """Rows by key of the blocks that were published since the last reset, by their hashes."""
         self.oracle = Oracle()
         self.live: dict[str, Live] = {}
