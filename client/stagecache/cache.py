@@ -46,7 +46,9 @@ from stagecache.planner import StepPlan, StepPlanner
 from stagecache.policy import ModelCachePolicy
 from stagecache.reattach import Renewals
 from stagecache.requests import NO_END, RequestTable
+from stagecache.reset_causes import ATTACHED_ANEW, ATTACHED_LATE
 from stagecache.session import Session
+from stagecache.sharing import BlockSharing, Joined, Namespace
 from stagecache.step import BatchView
 from stagecache_wire.geometry import Geometry, KeySchema
 
@@ -100,6 +102,8 @@ class StageCache:
         self._in_flight: dict[int, weakref.ref[SavedStep]] = {}
         self._next_step_id = 1
         self._plan: StepPlan | None = None
+        self._sharing: BlockSharing | None = None
+        """Once a namespace was joined."""
         self._renewals.watch(self._home)
 
     @classmethod
@@ -114,6 +118,7 @@ class StageCache:
         policy: ModelCachePolicy | None = None,
         keys: Sequence[KeySchema] = (),
         rank: int = 0,
+        engine: str = "",
         open_remembered_keys: bool = False,
         staging_claim_timeout_s: float = 30.0,
         merge_timeout_s: float = 30.0,
@@ -125,12 +130,13 @@ class StageCache:
     ) -> StageCache:
         """Attach this process to the daemon at ``socket`` and open the declared ``keys``.
 
-        geometry: the engine's KV cache and limits. view: the live batch. staging_claim_timeout_s: longest wait of a
-        save for a page (W2). merge_timeout_s: longest wait of a materialize for a hit. daemon_grace_s: how long an
-        outage is waited for, once. gpu_staging_bytes: device bytes that deferred clones may take (W3). split_lists:
-        give each request its entry of a list with one entry a request. explicit_acks: rows count as delivered when
-        ``ack`` says so, not when materialize handed them out (R3). device: where the outputs are, host memory by
-        default; ``stagecache.cuda.device_for`` makes one for a GPU, for this cache alone.
+        geometry: the engine's KV cache and limits. view: the live batch. engine: a name that this engine's scheduler
+        gives too, where it holds leases on shared blocks. staging_claim_timeout_s: longest wait of a save for a page
+        (W2). merge_timeout_s: longest wait of a materialize for a hit. daemon_grace_s: how long an outage is waited
+        for, once. gpu_staging_bytes: device bytes that deferred clones may take (W3). split_lists: give each request
+        its entry of a list with one entry a request. explicit_acks: rows count as delivered when ``ack`` says so, not
+        when materialize handed them out (R3). device: where the outputs are, host memory by default;
+        ``stagecache.cuda.device_for`` makes one for a GPU, for this cache alone.
 
         Raises:
             DaemonUnavailableError: nobody answers at the socket.
@@ -143,6 +149,7 @@ class StageCache:
             geometry=geometry,
             keys=keys,
             rank=rank,
+            engine=engine,
             open_remembered_keys=open_remembered_keys,
             daemon_grace_s=daemon_grace_s,
         )
@@ -163,7 +170,7 @@ class StageCache:
 
     def begin_late(self, model: str) -> None:
         """The engine ran before this cache was attached: nothing of what it has hashes for is here. Before any step."""
-        self._saver.epochs.begin_anew(0, "the worker attached late")
+        self._saver.epochs.begin_anew(0, ATTACHED_LATE)
         self._trace(model)
 
     def _trace(self, model: str) -> None:
@@ -192,9 +199,13 @@ class StageCache:
         home = self._attachment(session, self._keys.renewed(session.open_key))
         if self.session.stream is not None:
             self.session.stream.retire()
-        home.saver.epochs.begin_anew(self.session.epoch, "the worker attached anew")
+        home.saver.epochs.begin_anew(self.session.epoch, ATTACHED_ANEW)
+        namespace = self._saver.sharing.vouched
         with self._lock:
             self._use(home)
+        self._sharing = None
+        if namespace is not None:
+            self.join_later(namespace)
         self.counters.renewals += 1
         logger.warning("stagecache: stage %s is attached anew, as session %s", session.stage, session.session_id)
         self.on_renewed()
@@ -216,14 +227,20 @@ class StageCache:
         stream = self.session.stream
         if stream is not None and stream.sender.failures:
             self._saver.note_failures(stream)
-        self._saver.epochs.follow(getattr(scheduler_output, "stagecache_epoch", None))
+        epoch = getattr(scheduler_output, "stagecache_epoch", None)
+        if epoch is None:
+            self._saver.epochs.follow(None)
+        else:
+            self._saver.epochs.follow(epoch, getattr(scheduler_output, "stagecache_model", None))
         with self._lock:
             plan = self._planner.plan(scheduler_output, self._next_step_id - 1)
         self._plan = plan
         if plan.ended:
             self._saver.flush_ended(plan.ended, plan.finished)
-        if plan.hits:
-            self._saver.begin_hits(plan.hits)
+        if self._sharing is not None:
+            self._sharing.begin(scheduler_output, plan)
+        if plan.hits and (self.session.away or not self._saver.epochs.unlogged):
+            self._saver.begin_hits(plan.hits)  # Behind something that the log does not know, nothing may be read.
         self.counters.phase_ns["begin"] += time.perf_counter_ns() - begun
         if plan.error is not None:
             raise plan.error.again()
@@ -247,16 +264,63 @@ class StageCache:
                 return
         self._saver.epochs.lose(runs)
 
-    def reset(self, cause: str = "") -> int:
+    def reset(self, cause: str = "", *, same_model: bool = False) -> int:
         """Begin a new epoch: nothing saved before is readable after (R5). Engine thread. Returns the epoch.
+
+        same_model: the model computes the rows that it computed before. Otherwise what other replicas share is not
+        this session's any more, until it joins again.
 
         Rows of hits that were gathered before stay good; steps saved before may still be materialized. The engine keeps
         its block hashes: hits on them fail from now on, unless its prefix cache is reset too (`stagecache reset`).
         """
         logger.info("stagecache: new epoch of stage %s: %s", self.session.stage, cause or "asked for")
+        self._saver.epochs.model_may_differ |= not same_model
         epoch = self._saver.epochs.reset()
         self._export.refresh(len(self._steps))
         return epoch
+
+    # ---------------------------------------------------------- shared blocks
+
+    def join_namespace(self, namespace: Namespace) -> Joined:
+        """Share full blocks with the replicas of this stage on the node: from now on ``publish`` and ``fill`` work, and
+        what scheduler outputs say of blocks is followed (``stagecache.sharing``). Engine thread; the answer says
+        whether the daemon shares at all. It stays joined when the daemon is restarted, and joins again when it attaches
+        anew.
+
+        Joining says that the model is, now, what ``namespace`` names. A reset takes that back but where it is told that
+        the model is the same; then join again, with what names the model of then. Blocks have the keys that are open
+        and confirmed now.
+
+        Raises:
+            UnsupportedHashError: a hash algorithm that may collide.
+            StageCacheError: refused, or the daemon does not answer.
+        """
+        joined = self._saver.sharing.join(namespace)
+        self._sharing = self._saver.sharing if joined.on else None
+        return joined
+
+    def join_later(self, namespace: Namespace) -> None:
+        """As ``join_namespace``, from a thread of its own: for a worker that runs already. A refusal is logged."""
+        self._saver.sharing.join_later(namespace)
+        self._sharing = self._saver.sharing
+
+    def publish(self, blocks: Sequence[tuple[int, bytes]]) -> int:
+        """Offer full blocks to the node, as (block id, 32-byte hash): rows of all keys must have been saved, deferred
+        ones flushed. A block of which a row is not there is not kept. Engine thread; returns how many were logged, 0
+        where no namespace is joined.
+        """
+        return self._saver.sharing.publish(blocks)
+
+    def fill(self, blocks: Sequence[tuple[int, bytes]]) -> int:
+        """Give blocks the rows that the node keeps for their hashes, before new_step_starts of a step that hits them.
+        A block whose hash is not kept is UNKNOWN for every key: a hit on it raises UnreadableHitError. Engine thread;
+        returns how many were logged; the others are UNKNOWN too.
+        """
+        self._abandon()  # Before the blocks have a new tenant.
+        if self._renewals.pending:
+            self._take_session()
+        self._saver.epochs.follow(None)
+        return self._saver.sharing.fill(blocks)
 
     # ------------------------------------------------------------------- save
 

@@ -11,6 +11,7 @@ from stagecache.device import CpuDevice
 from stagecache.policy import ModelCachePolicy
 from stagecache.reattach import Attacher
 from stagecache.session import Session
+from stagecache.sharing import Namespace
 from stagecache.step import BatchView
 from stagecache_wire.geometry import Geometry, KeySchema
 
@@ -20,7 +21,8 @@ class LateCache:
 
     Args:
         error: why the first try failed; it was told already.
-        socket, model, stage, geometry, keys, rank, view, device: as for ``StageCache.attach``.
+        socket, model, stage, geometry, keys, rank, engine, view, device: as for ``StageCache.attach``.
+        namespace: to be joined then.
     """
 
     def __init__(
@@ -34,13 +36,18 @@ class LateCache:
         view: BatchView,
         keys: Sequence[KeySchema] = (),
         rank: int = 0,
+        engine: str = "",
+        namespace: Namespace | None = None,
         device: CpuDevice | None = None,
     ) -> None:
         self._model = model
+        self._namespace = namespace
         self._view = view
         self._device = device
         self._declared = frozenset(key.name for key in keys)
-        attach = partial(Session.attach, socket, model=model, stage=stage, geometry=geometry, keys=keys, rank=rank)
+        attach = partial(
+            Session.attach, socket, model=model, stage=stage, geometry=geometry, keys=keys, rank=rank, engine=engine
+        )
         self._attacher = Attacher(attach, f"stage {stage}", known=error)
         self._attacher.start()
 
@@ -55,6 +62,8 @@ class LateCache:
             return None
         cache = StageCache(session, self._view, ModelCachePolicy(), declared=self._declared, device=self._device)
         cache.begin_late(self._model)
+        if self._namespace is not None:
+            cache.join_later(self._namespace)
         return cache
 
     def stop(self) -> None:

@@ -122,10 +122,11 @@ class Session:
         geometry: Geometry,
         keys: Sequence[KeySchema] = (),
         rank: int = 0,
+        engine: str = "",
         open_remembered_keys: bool = False,
         daemon_grace_s: float = 2.0,
     ) -> Session:
-        """Attach this process to the daemon at ``socket``.
+        """Attach this process to the daemon at ``socket``; arguments as of ``StageCache.attach``.
 
         Raises:
             DaemonUnavailableError: nobody answers there.
@@ -159,6 +160,7 @@ class Session:
                     keys=[schema_to_wire(key) for key in keys],
                     open_remembered_keys=open_remembered_keys,
                     rank=rank,
+                    engine=engine,
                 ),
                 ATTACH_TIMEOUT_S,
             )
@@ -170,6 +172,7 @@ class Session:
                 stage=stage,
                 geometry=session.geometry,
                 rank=rank,
+                engine=engine,
                 open_remembered_keys=open_remembered_keys,
                 daemon_grace_s=daemon_grace_s,
             )
@@ -265,10 +268,7 @@ class Session:
         try:
             return self.log.append(record, 0.0, urgent=urgent)
         except LogFullError:
-            size = sum(
-                section.nbytes + 8
-                for section in (record.keys, record.runs, record.claims, record.spans, record.span_runs, record.gathers)
-            )
+            size = sum(section.nbytes + 8 for section in record.sections())
             if size > self.log.longest:
                 raise
             self.wait(lambda: self.log.has_room(size), RPC_TIMEOUT_S, "room in the step log", kind="log")

@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from stagecache.errors import AttachError, FailedWriteError, GeometryError, StageCacheError
 from stagecache.gates import check_stage, no_cache_reason, read_facts
+from stagecache.shim.identity import FINGERPRINT_ENV, engine_name, hash_seed, model_fingerprint
 from stagecache.shim.scheduler import stage_name
+from stagecache.shim.shared_blocks import shared_blocks_wanted
 from stagecache.shim.sinks import consumers_from_env
 from stagecache.shim.steps import StepConsumers, StepHidden, StepRows, consumers, external_id, on_step
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
     from stagecache import StageCache
     from stagecache.latecache import LateCache
+    from stagecache.sharing import Namespace
 
 __all__ = ["MissingRowsError", "StepRows", "external_id", "on_step", "patch_v1_runner", "refuse_v2_runner"]
 
@@ -309,7 +312,9 @@ def _attach(
         "keys": [hidden],
         "rank": _tp_rank(),
         "device": device_for(getattr(runner, "device", None)),
+        "engine": engine_name(config),
     }
+    namespace = _namespace_of(config, stage) if shared_blocks_wanted() else None
     try:
         cache = StageCache.attach(**asked)
     except AttachError as error:
@@ -322,11 +327,49 @@ def _attach(
             socket,
             error,
         )
-        late = None if isinstance(error, GeometryError) else LateCache(error, **asked)
+        late = None if isinstance(error, GeometryError) else LateCache(error, **asked, namespace=namespace)
         return None, "the worker could not attach yet (" + str(error).rstrip(".") + ")", consumers, late
     blocks = int(kv_cache_config.num_blocks)
     logger.info("stagecache: stage %s attached at %s, %d blocks of %d tokens", stage, socket, blocks, block_size)
+    if namespace is not None:
+        _join(cache, namespace, stage)
     return cache, "", consumers, None
+
+
+def _namespace_of(config: Any, stage: str) -> Namespace | None:
+    """Where the blocks of this engine belong; None where nothing says what its model is."""
+    from stagecache.sharing import Namespace
+
+    fingerprint = model_fingerprint(config)
+    if fingerprint is None:
+        logger.warning(
+            "stagecache: stage %s shares no blocks: the files of model %s cannot be found, so nothing says which "
+            "replicas compute the same. Name the model by %s, the same text for replicas that do.",
+            stage,
+            config.model_config.model,
+            FINGERPRINT_ENV,
+        )
+        return None
+    return Namespace(
+        fingerprint,
+        str(config.cache_config.prefix_caching_hash_algo),
+        hash_seed(),
+        str(config.model_config.dtype).removeprefix("torch."),
+        int(config.parallel_config.tensor_parallel_size),
+    )
+
+
+def _join(cache: StageCache, namespace: Namespace, stage: str) -> None:
+    """Share blocks with the replicas of this stage, where the daemon does. Without, everything is computed here."""
+    try:
+        joined = cache.join_namespace(namespace)
+    except StageCacheError as error:
+        logger.warning("stagecache: stage %s shares no blocks: %s", stage, error)
+        return
+    if joined.on:
+        logger.info("stagecache: stage %s shares %d blocks", stage, joined.num_blocks)
+    else:
+        logger.warning("stagecache: stage %s shares no blocks: %s", stage, joined.why)
 
 
 _env_consumers_subscribed = False

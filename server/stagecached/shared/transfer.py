@@ -25,7 +25,8 @@ def publish_blocks(
     segments: SessionSegments, membership: Membership, block_ids: Sequence[int], block_hashes: Sequence[bytes]
 ) -> list[PublishOutcome]:
     """Keep blocks of a session's pool under their hashes, each where every slot has every key of the namespace PRESENT
-    at the session's epoch. One outcome a block, in order.
+    at the session's epoch, and every other key ABSENT: what is kept is all that the tenant wrote, so that a reader who
+    has more keys open reads of them what this session would (H5). One outcome a block, in order.
 
     block_ids: checked against the geometry. block_hashes: 32 bytes each.
     """
@@ -42,8 +43,10 @@ def _publish_block(
     size = segments.geometry.block_size
     span = slice(block_id * size, (block_id + 1) * size)
     stores = [key for key in keys if key is not None]
-    before = _words(segments, stores, span)
-    if len(stores) < len(keys) or not _all_present(before):
+    others = [key for key_id, key in list(segments.keys.items()) if key_id not in membership.key_ids]
+    watched = [*stores, *others]
+    before = _words(segments, watched, span)
+    if len(stores) < len(keys) or not _complete(before, len(stores)):
         membership.store.skip(PublishOutcome.NOT_PRESENT)
         return PublishOutcome.NOT_PRESENT
 
@@ -51,7 +54,7 @@ def _publish_block(
         for store in stores:
             np.copyto(shared.by_key[store.key_id], store.rows(span))
         fence()
-        return all(np.array_equal(now, then) for now, then in zip(_words(segments, stores, span), before, strict=True))
+        return all(np.array_equal(now, then) for now, then in zip(_words(segments, watched, span), before, strict=True))
 
     return membership.publish(block_hash, copy)
 
@@ -62,11 +65,16 @@ def _words(segments: SessionSegments, keys: Sequence[KeyStore], span: slice) -> 
     return [epoch, segments.slot_words[span].copy(), *(key.claims[span].copy() for key in keys)]
 
 
-def _all_present(words: Sequence[NDArray[np.uint64]]) -> bool:
-    """Whether every slot is PRESENT for every key: ``stagecached.keystore.classify`` for the case that all are."""
+def _complete(words: Sequence[NDArray[np.uint64]], num_keys: int) -> bool:
+    """Whether every slot is PRESENT for the first ``num_keys`` keys and ABSENT for the others:
+    ``stagecached.keystore.classify`` for the case that all are.
+    """
     (epoch_sequence,), slot_words, *claims = words
     newest_old = np.uint64(int(epoch_sequence) << presence.SLOT_SHIFT | presence.LOST)
     if not (slot_words > newest_old).all():
         return False
     present = slot_words << np.uint64(1) | np.uint64(presence.WRITTEN)
-    return all(np.array_equal(claim, present) for claim in claims)
+    writer = slot_words >> np.uint64(presence.SLOT_SHIFT)
+    return all(np.array_equal(claim, present) for claim in claims[:num_keys]) and all(
+        (claim >> np.uint64(presence.CLAIM_SHIFT) < writer).all() for claim in claims[num_keys:]
+    )
