@@ -158,6 +158,7 @@ class StepSaver:
             self.keys.policy.needs_full_hidden_states and (hidden is not None or (n == 0 and bool(plan.hits))),
             self._split_lists,
             dict(self.keys.open),
+            self.keys.policy.span_keys if plan.hits else frozenset(),
         )
 
     def _log_step(self, plan: StepPlan, batch: Batch, split: Split, page: PageUse) -> None:
