@@ -131,5 +131,9 @@ class ResetRefusedError(StageCacheError):
     """Reset without ``force`` where no scheduler-side shim would make the engine forget its block hashes."""
 
 
+class UnsupportedHashError(StageCacheError):
+    """Block hashes of an algorithm or form that the block index does not take, or tokens where only the engine hashes."""
+
+
 class CallRefusedError(StageCacheError):
     """The daemon refused a call for another reason; ``reason`` names it."""

@@ -60,6 +60,7 @@ _ERROR_CLASSES: dict[int, type[errors.StageCacheError]] = {
     pb.REASON_DEADLINE: errors.CallDeadlineError,
     pb.REASON_NO_SCHEDULER_SHIM: errors.ResetRefusedError,
     pb.REASON_SHUTTING_DOWN: errors.DaemonLostError,
+    pb.REASON_UNSUPPORTED_HASH: errors.UnsupportedHashError,
 }
 
 Request = TypeVar("Request")
@@ -74,7 +75,7 @@ class Credentials:
     token: str = field(repr=False)
     boot_id: int
     worker_lock: Path | None
-    """File whose lock a worker holds for life; it exists already. None for other roles."""
+    """File whose lock a worker, or a scheduler that named its engine, holds for life; it exists already. Else None."""
     role: Role
     socket: Path
 
@@ -121,6 +122,7 @@ def handshake(
     *,
     session_id: str = "",
     token: str = "",
+    engine: str = "",
     abi: int = ABI,
     timeout_s: float = 5.0,
 ) -> Credentials:
@@ -128,6 +130,8 @@ def handshake(
 
     Call it in the worker process itself, not in a parent: the daemon watches the caller's life. ``session_id`` and
     ``token`` of an earlier handshake make a restarted daemon watch the caller's life again; it answers with the same.
+    A scheduler that will hold leases on shared blocks names its ``engine`` (any text that is not empty): it then gets a
+    lock to hold for life, as a worker does, so that its leases end with it and not before.
 
     Raises:
         DaemonUnavailableError: nobody listens there, or there was no answer within ``timeout_s`` seconds.
@@ -139,6 +143,8 @@ def handshake(
     ask: dict[str, object] = {"abi": abi, "role": role, "pid": os.getpid()}
     if session_id:
         ask |= {"session_id": session_id, "token": token}
+    if engine:
+        ask["engine"] = engine
     answer = _exchange_line(paths, json.dumps(ask).encode() + b"\n", timeout_s)
     if "error" in answer:
         raise error_from_wire(_wire_error(answer))
@@ -249,11 +255,27 @@ class Rpc:
     def stats(self, timeout_s: float) -> pb.StatsResponse:
         return self._call("Stats", self._stub.Stats, pb.StatsRequest(), timeout_s)
 
-    def watch(self, stage: str = "") -> Watch:
-        """Open the stream of events; it has no deadline. ``stage`` is for role scheduler."""
+    def join_namespace(self, request: pb.JoinNamespaceRequest, timeout_s: float) -> pb.JoinNamespaceResponse:
+        return self._call("JoinNamespace", self._stub.JoinNamespace, request, timeout_s)
+
+    def lookup_blocks(self, request: pb.LookupBlocksRequest, timeout_s: float) -> pb.LookupBlocksResponse:
+        return self._call("LookupBlocks", self._stub.LookupBlocks, request, timeout_s)
+
+    def acquire_blocks(self, request: pb.AcquireBlocksRequest, timeout_s: float) -> pb.AcquireBlocksResponse:
+        return self._call("AcquireBlocks", self._stub.AcquireBlocks, request, timeout_s)
+
+    def release_blocks(self, request: pb.ReleaseBlocksRequest, timeout_s: float) -> pb.ReleaseBlocksResponse:
+        return self._call("ReleaseBlocks", self._stub.ReleaseBlocks, request, timeout_s)
+
+    def publish_blocks(self, request: pb.PublishBlocksRequest, timeout_s: float) -> pb.PublishBlocksResponse:
+        return self._call("PublishBlocks", self._stub.PublishBlocks, request, timeout_s)
+
+    def watch(self, stage: str = "", engine: str = "") -> Watch:
+        """Open the stream of events; it has no deadline. ``stage`` and ``engine`` are for role scheduler."""
         self.calls += 1
+        request = pb.WatchRequest(stage=stage, engine=engine)
         try:
-            return Watch(self._stub.Watch(pb.WatchRequest(stage=stage), metadata=self.credentials.metadata))
+            return Watch(self._stub.Watch(request, metadata=self.credentials.metadata))
         except ValueError as error:  # The channel was closed, perhaps by another thread.
             raise errors.DaemonLostError("Watch: this client is closed") from error
 

@@ -228,10 +228,7 @@ class Session:
         try:
             return self.log.append(record, 0.0)
         except LogFullError:
-            size = sum(
-                section.nbytes + 8
-                for section in (record.keys, record.runs, record.claims, record.spans, record.span_runs, record.gathers)
-            )
+            size = sum(section.nbytes + 8 for section in record.sections())
             if size > self.log.longest:
                 raise
             self.wait(lambda: self.log.has_room(size), RPC_TIMEOUT_S, "room in the step log", kind="log")

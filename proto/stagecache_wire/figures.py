@@ -38,8 +38,14 @@ handed out from a hit after a newer step was saved; outputs that are no rows (va
 PHASES: Final = ("begin", "save", "materialize")
 """Calls of a step."""
 
-KINDS: Final = ("begin", "save", "lost", "flush", "fail", "reset", "close_key")
+KINDS: Final = ("begin", "save", "lost", "flush", "fail", "reset", "close_key", "publish", "fill")
 """Kinds of records, as ``records.Kind`` counts them from 1."""
+
+SHARED_BLOCKS: Final = (
+    "stored", "known", "not_present", "no_room", "changed", "not_joined", "filled", "missing",
+)  # fmt: skip
+"""What became of the blocks of PUBLISH records (as ``pb.PublishState`` counts them from 1) and of FILL records (filled;
+made UNKNOWN)."""
 
 
 class Worker(IntEnum):
@@ -100,15 +106,17 @@ class Daemon(IntEnum):
     GATHERED_ROWS = 8
     KIND_RECORDS = 9
     """One word for each of ``KINDS``."""
-    LAG = 16
+    LAG = 18
     """From a record's publication to the end of its effect."""
-    SCATTER = 33
+    SCATTER = 35
     """Effect of SAVE and FLUSH records without their gathers."""
-    GATHER = 50
+    GATHER = 52
     """Gathers of a record."""
+    SHARED = 69
+    """One word for each of ``SHARED_BLOCKS``."""
 
 
-DAEMON_WORDS: Final = Daemon.GATHER + BUCKETS + 1
+DAEMON_WORDS: Final = Daemon.SHARED + len(SHARED_BLOCKS)
 
 
 def bucket(nanoseconds: int) -> int:

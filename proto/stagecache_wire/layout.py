@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from stagecache_wire.geometry import LOG_ENTRIES, Geometry
 
 MAGIC = int.from_bytes(b"STGCACHE", "little")
-ABI = 1
+ABI = 2
 """Raised whenever a byte of any segment or record changes its meaning."""
 
 WORD = 8
@@ -66,6 +66,8 @@ D_FAIL_SEQUENCE = D_BASE + 11
 D_EPOCH = D_BASE + 12
 D_EPOCH_SEQUENCE = D_BASE + 13
 """Slots whose last writer is not younger than this record are of an older epoch (R5)."""
+D_SHARED_GENERATION = D_BASE + 14
+"""Generation of the session in the namespace of shared blocks that it has joined; 0: none."""
 D_FIGURES = D_BASE + 16
 """Figures that the daemon counts (``figures.Daemon``)."""
 D_SPANS = D_BASE + 16

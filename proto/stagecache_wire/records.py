@@ -7,12 +7,17 @@
     FAIL       (slot, key) pairs whose write failed become UNKNOWN, where their claim still stands (W5)
     RESET      a new epoch (R5)
     CLOSE_KEY  a key is given up and its memory returned (K1)
+    PUBLISH    full blocks are kept for the session's namespace, each under its hash, if all their rows are there
+    FILL       blocks whose KV came from elsewhere get the rows that the namespace keeps under their hashes; a block
+               whose hash it does not keep becomes UNKNOWN
 
 A record is an entry of eight words (layout.E_*) and a payload of sections, each aligned to 8 bytes:
 
     keys       n_keys   x u32   key id in the low 24 bits, KeyMode in the high 8
-    runs       n_runs   x (u32 start slot, u32 length); with UNIT_RUNS n_runs x u32 slot, each of length 1
+    runs       n_runs   x (u32 start slot, u32 length); with UNIT_RUNS n_runs x u32 slot, each of length 1;
+                        PUBLISH and FILL: n_runs x u32 block id, with UNIT_RUNS
     claims     n_runs   x u64   FLUSH and FAIL only: sequence of the record that claimed the run
+    hashes     n_runs   x 32 bytes   PUBLISH and FILL only: the block's hash
     spans      n_spans  x (u32 first run, u32 number of runs, u32 rows, u32 0)
     span runs  n_span_runs x (u32 start slot, u32 length)
     gathers    n_gathers x (u32 span, u32 key id, u32 result index, u32 0, u64 arena offset)
@@ -24,26 +29,32 @@ reads zeros and is counted in the result entry.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 U32: TypeAlias = NDArray[np.uint32]
 U64: TypeAlias = NDArray[np.uint64]
+U8: TypeAlias = NDArray[np.uint8]
 
 UNIT_RUNS = 1
 NO_PAGE = (1 << 64) - 1
+SAME_MODEL = 0
+"""In a RESET's page word: rows were lost, but the model computes what it computed before; else NO_PAGE."""
 KEY_MASK = (1 << 24) - 1
 MODE_SHIFT = 24
+HASH_BYTES = 32
 
 GATHER_DTYPE = np.dtype([("span", "<u4"), ("key", "<u4"), ("result", "<u4"), ("zero", "<u4"), ("arena_offset", "<u8")])
 
 _EMPTY32: U32 = np.empty(0, np.uint32)
 _EMPTY64: U64 = np.empty(0, np.uint64)
 _EMPTY_GATHERS = np.empty(0, GATHER_DTYPE)
+_NO_HASHES: U8 = np.empty((0, HASH_BYTES), np.uint8)
 
 
 class Kind(IntEnum):
@@ -56,6 +67,14 @@ class Kind(IntEnum):
     FAIL = 5
     RESET = 6
     CLOSE_KEY = 7
+    PUBLISH = 8
+    FILL = 9
+
+
+OF_CLAIMS = frozenset({Kind.FLUSH, Kind.FAIL})
+"""Kinds with a claim for each run."""
+OF_BLOCKS = frozenset({Kind.PUBLISH, Kind.FILL})
+"""Kinds that name blocks and their hashes."""
 
 
 class KeyMode(IntEnum):
@@ -89,21 +108,49 @@ class Record:
     unit_runs: bool = False
     keys: U32 = field(default_factory=lambda: _EMPTY32)
     runs: U32 = field(default_factory=lambda: _EMPTY32)
-    """[n, 2] start and length, or [n] slots with ``unit_runs``."""
+    """[n, 2] start and length, or [n] slots with ``unit_runs``; block ids [n] in kinds ``OF_BLOCKS``."""
     claims: U64 = field(default_factory=lambda: _EMPTY64)
     spans: U32 = field(default_factory=lambda: _EMPTY32)
     """[n, 4]"""
     span_runs: U32 = field(default_factory=lambda: _EMPTY32)
     """[n, 2]"""
     gathers: NDArray[np.void] = field(default_factory=lambda: _EMPTY_GATHERS)
+    hashes: U8 = field(default_factory=lambda: _NO_HASHES)
+    """[n, 32], one a block."""
 
     @classmethod
     def save(cls, page: int, rows: int, keys: U32, runs: U32) -> Record:
         """A SAVE; its default sections are shared, not made."""
         return cls(
             0, Kind.SAVE, page, rows, runs.ndim == 1, keys, runs,
-            _EMPTY64, _EMPTY32, _EMPTY32, _EMPTY_GATHERS,
+            _EMPTY64, _EMPTY32, _EMPTY32, _EMPTY_GATHERS, _NO_HASHES,
         )  # fmt: skip
+
+    @classmethod
+    def of_blocks(cls, kind: Kind, blocks: Sequence[tuple[int, bytes]]) -> Record:
+        """A PUBLISH or a FILL of (block id, hash of 32 bytes) pairs.
+
+        Raises:
+            ValueError: a hash of another length.
+        """
+        if any(len(block_hash) != HASH_BYTES for _, block_hash in blocks):
+            raise ValueError(f"a block hash has {HASH_BYTES} bytes")
+        hashes = np.frombuffer(b"".join(block_hash for _, block_hash in blocks), np.uint8)
+        ids = np.array([block for block, _ in blocks], np.uint32)
+        return cls(0, kind, rows=len(blocks), unit_runs=True, runs=ids, hashes=hashes.reshape(-1, HASH_BYTES))
+
+    @property
+    def same_model(self) -> bool:
+        """Of a RESET: what the namespace keeps is still right."""
+        return self.page == SAME_MODEL
+
+    def sections(self) -> tuple[NDArray[Any], ...]:
+        """What the payload holds, in its order."""
+        return self.keys, self.runs, self.claims, self.hashes, self.spans, self.span_runs, self.gathers
+
+    def named_blocks(self) -> list[tuple[int, bytes]]:
+        """(block id, hash) of a PUBLISH or FILL."""
+        return [(block, found.tobytes()) for block, found in zip(self.runs.tolist(), self.hashes, strict=True)]
 
     def slots(self) -> NDArray[np.int64]:
         """int64 [rows]: the slots that the runs name, in order."""
@@ -146,7 +193,7 @@ def encode(record: Record) -> tuple[list[int], bytes]:
         raise BadRecordError("a count does not fit its field")
     parts: list[bytes] = []
     length = 0
-    for section in (record.keys, record.runs, record.claims, record.spans, record.span_runs, record.gathers):
+    for section in record.sections():
         if len(section):
             raw = section.tobytes()
             parts.append(raw)
@@ -186,11 +233,13 @@ def decode(words: list[int], payload: bytes) -> Record:
     if flags & ~UNIT_RUNS:
         raise BadRecordError(f"flags {flags} are unknown")
     unit = bool(flags & UNIT_RUNS)
-    has_claims = kind in (Kind.FLUSH, Kind.FAIL)
+    if kind in OF_BLOCKS and not unit:
+        raise BadRecordError(f"{kind.name} with runs of slots")
     sizes = (
         n_keys * 4,
         n_runs * (4 if unit else 8),
-        n_runs * 8 if has_claims else 0,
+        n_runs * 8 if kind in OF_CLAIMS else 0,
+        n_runs * HASH_BYTES if kind in OF_BLOCKS else 0,
         n_spans * 16,
         n_span_runs * 8,
         n_gathers * GATHER_DTYPE.itemsize,
@@ -213,7 +262,8 @@ def decode(words: list[int], payload: bytes) -> Record:
         keys=sections[0].view(np.uint32),
         runs=runs if unit else runs.reshape(-1, 2),
         claims=sections[2].view(np.uint64),
-        spans=sections[3].view(np.uint32).reshape(-1, 4),
-        span_runs=sections[4].view(np.uint32).reshape(-1, 2),
-        gathers=sections[5].view(GATHER_DTYPE),
+        hashes=sections[3].reshape(-1, HASH_BYTES),
+        spans=sections[4].view(np.uint32).reshape(-1, 4),
+        span_runs=sections[5].view(np.uint32).reshape(-1, 2),
+        gathers=sections[6].view(GATHER_DTYPE),
     )

@@ -27,6 +27,7 @@ from stagecached import lookup as lookup_module
 from stagecached.keystore import KeyStore, Span
 from stagecached.metrics.record_figures import RecordFigures
 from stagecached.segments import SessionSegments
+from stagecached.sharing import BlockSharing
 from stagecached.validate import REASON_SESSION_FAILED, check_record, read_entry
 
 IDLE_SLICE_S: Final = 0.2
@@ -52,6 +53,7 @@ class Consumer:
         self._segments = segments
         self._words = segments.words
         self.figures = RecordFigures(segments.words)
+        self.sharing = BlockSharing(segments, self.figures, self._point)
         self._on_failed = on_failed
         self._on_key_closed = on_key_closed
         self._stop_at: float | None = None
@@ -199,10 +201,15 @@ class Consumer:
         elif kind in (Kind.FLUSH, Kind.FAIL):
             self._flush(record, failed=kind is Kind.FAIL)
         elif kind is Kind.RESET:
+            self.sharing.reset(record)
             self._words[layout.D_EPOCH_SEQUENCE] = record.sequence
             self._point("between_epoch_words")
             self._words[layout.D_EPOCH] = record.rows
             self._point("after_epoch")
+        elif kind is Kind.PUBLISH:
+            self.sharing.publish(record)
+        elif kind is Kind.FILL:
+            self.sharing.fill(record)
         else:
             key_id, _ = record.keyed_modes()[0]
             self._segments.close_key(key_id)

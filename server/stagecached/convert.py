@@ -17,7 +17,7 @@ MAX_NAME_BYTES: Final = 512
 
 def attach_spec(request: pb.AttachRequest) -> AttachSpec:
     """Raises: Refusal, BAD_GEOMETRY or TOO_MANY, naming the first number that does not fit."""
-    for what, name in (("model", request.model), ("stage", request.stage)):
+    for what, name in (("model", request.model), ("stage", request.stage), ("engine", request.engine or "-")):
         if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
             raise Refusal(
                 pb.REASON_BAD_GEOMETRY, f"{what} has {len(name.encode())} bytes, allowed are 1 to {MAX_NAME_BYTES}."
@@ -32,6 +32,7 @@ def attach_spec(request: pb.AttachRequest) -> AttachSpec:
         geometry=checked_geometry(request.geometry),
         keys=tuple(checked_schema(key) for key in request.keys),
         open_remembered_keys=request.open_remembered_keys,
+        engine=request.engine,
     )
 
 

@@ -153,6 +153,14 @@ class KeyStore:
             out.view(np.uint8).reshape(span.rows, self.row_bytes)[~present] = 0
         return found
 
+    def rows(self, slots: slice) -> NDArray[np.void]:
+        """void [n]: the pool's rows of a run of slots, as they stand there."""
+        return self._pool[slots]
+
+    def write(self, slots: slice, rows: NDArray[np.void]) -> None:
+        """Copy ``rows``, void [n], to a run of slots."""
+        self._pool[slots] = rows
+
     def present_slots(self, slot_words: Words, epoch_sequence: int) -> int:
         """How many slots of the whole pool are PRESENT."""
         found, _ = classify(slot_words, self.claims, epoch_sequence)

@@ -86,6 +86,9 @@ class Manifest(BaseModel):
     keys: list[KeyEntry] = []
     next_key_id: int = 0
     attached_unix_s: float
+    engine: str = ""
+    namespace: str = Field(default="", pattern="^([0-9a-f]{64})?$")
+    """Digest of the namespace of shared blocks that it has joined, as hex digits; empty: none."""
 
 
 class ManifestError(ValueError):

@@ -12,6 +12,7 @@ from stagecache_wire.geometry import Geometry, KeySchema, key_bytes, table_bytes
 from stagecache_wire.layout import ControlLayout
 from stagecache_wire.names import SessionNames
 from stagecached.keystore import KeyStore, adopt_key, create_key
+from stagecached.shared.membership import Membership
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being prefaulted, bytes done and bytes in all."""
@@ -29,6 +30,7 @@ class SessionSegments:
         slot_words: u64 [num_slots], see ``stagecache_wire.presence``.
         arena: u8 [arena_bytes].
         keys: open keys by id.
+        shared: the session's part in node-shared blocks; None while it has joined no namespace.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class SessionSegments:
         self.geometry = geometry
         self.layout = ControlLayout.of(geometry)
         self.keys: dict[int, KeyStore] = {}
+        self.shared: Membership | None = None
         self.words = control.view.cast("Q")
         self.control_bytes = control.view
         self.arena: NDArray[np.uint8] = np.frombuffer(arena.map, np.uint8)

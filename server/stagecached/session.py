@@ -40,6 +40,7 @@ class AttachSpec:
 
     pid: the worker's in its own namespace, for people.
     keys: to be opened now. open_remembered_keys: also those that workers of (model, stage) had before.
+    engine: names the engine in its scheduler and its workers alike; may be empty.
     """
 
     model: str
@@ -49,6 +50,7 @@ class AttachSpec:
     geometry: Geometry
     keys: tuple[KeySchema, ...]
     open_remembered_keys: bool
+    engine: str = ""
 
     @property
     def label(self) -> str:
@@ -67,6 +69,7 @@ class AttachSpec:
             keys=[KeyEntry.of(key_id, schema) for key_id, schema in enumerate(schemas)],
             next_key_id=len(schemas),
             attached_unix_s=time.time(),
+            engine=self.engine,
         )
 
 

@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from stagecache_wire import layout
-from stagecache_wire.records import BadRecordError, KeyMode, Kind, Record
+from stagecache_wire.records import NO_PAGE, OF_BLOCKS, SAME_MODEL, BadRecordError, KeyMode, Kind, Record
 from stagecache_wire.v1 import stagecache_pb2
 from stagecached.segments import SessionSegments
 
@@ -45,10 +45,14 @@ def check_record(segments: SessionSegments, record: Record) -> None:
     kind = record.kind
     if kind in (Kind.SAVE, Kind.LOST, Kind.FLUSH, Kind.FAIL):
         _check_runs(segments, record)
+    elif kind in OF_BLOCKS:
+        _check_blocks(segments, record)
     elif len(record.runs):
         raise BadRecordError(f"{kind.name} carries runs")
     if kind is Kind.RESET and not segments.epoch <= record.rows < 1 << 63:
         raise BadRecordError(f"epoch {record.rows} after {segments.epoch}")
+    if kind is Kind.RESET and record.page not in (SAME_MODEL, NO_PAGE):
+        raise BadRecordError(f"RESET with page {record.page}")
     modes = _check_keys(segments, record)
     if kind is Kind.SAVE:
         if KeyMode.ROWS in modes:
@@ -89,6 +93,19 @@ def _check_runs(segments: SessionSegments, record: Record) -> None:
     most = geometry.staging_capacity_tokens if record.kind in (Kind.SAVE, Kind.FLUSH) else num_slots
     if total > most:
         raise BadRecordError(f"{total} rows, at most {most} are allowed")
+
+
+def _check_blocks(segments: SessionSegments, record: Record) -> None:
+    blocks, num_blocks = record.runs, segments.geometry.num_blocks
+    if not len(blocks):
+        raise BadRecordError("no blocks")
+    highest = int(blocks.max())
+    if highest >= num_blocks:
+        raise BadRecordError(f"block {highest} of {num_blocks}")
+    if record.rows != len(blocks):
+        raise BadRecordError(f"{len(blocks)} blocks, {record.rows} were said")
+    if len(np.unique(blocks)) != len(blocks):
+        raise BadRecordError("a block is named twice")
 
 
 def _check_keys(segments: SessionSegments, record: Record) -> list[KeyMode]:

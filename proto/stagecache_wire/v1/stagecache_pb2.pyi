@@ -27,6 +27,38 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_TOO_MANY: _ClassVar[Reason]
     REASON_UNKNOWN_STAGE: _ClassVar[Reason]
     REASON_INTERNAL: _ClassVar[Reason]
+    REASON_UNSUPPORTED_HASH: _ClassVar[Reason]
+    REASON_NOT_JOINED: _ClassVar[Reason]
+    REASON_UNKNOWN_NAMESPACE: _ClassVar[Reason]
+
+class BlockState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    BLOCK_STATE_UNSPECIFIED: _ClassVar[BlockState]
+    BLOCK_STATE_HIT: _ClassVar[BlockState]
+    BLOCK_STATE_PENDING: _ClassVar[BlockState]
+    BLOCK_STATE_MISS: _ClassVar[BlockState]
+
+class PrefixEnd(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PREFIX_END_UNSPECIFIED: _ClassVar[PrefixEnd]
+    PREFIX_END_WHOLE: _ClassVar[PrefixEnd]
+    PREFIX_END_NOT_STORED: _ClassVar[PrefixEnd]
+    PREFIX_END_EVICTED: _ClassVar[PrefixEnd]
+    PREFIX_END_RESET: _ClassVar[PrefixEnd]
+    PREFIX_END_BEING_COPIED: _ClassVar[PrefixEnd]
+    PREFIX_END_PARTIAL_BLOCK: _ClassVar[PrefixEnd]
+    PREFIX_END_NOT_JOINED: _ClassVar[PrefixEnd]
+    PREFIX_END_OFF: _ClassVar[PrefixEnd]
+
+class PublishState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PUBLISH_STATE_UNSPECIFIED: _ClassVar[PublishState]
+    PUBLISH_STATE_STORED: _ClassVar[PublishState]
+    PUBLISH_STATE_KNOWN: _ClassVar[PublishState]
+    PUBLISH_STATE_NOT_PRESENT: _ClassVar[PublishState]
+    PUBLISH_STATE_NO_ROOM: _ClassVar[PublishState]
+    PUBLISH_STATE_CHANGED: _ClassVar[PublishState]
+    PUBLISH_STATE_NOT_JOINED: _ClassVar[PublishState]
 REASON_UNSPECIFIED: Reason
 REASON_ABI_MISMATCH: Reason
 REASON_UNAUTHENTICATED: Reason
@@ -45,6 +77,29 @@ REASON_SHUTTING_DOWN: Reason
 REASON_TOO_MANY: Reason
 REASON_UNKNOWN_STAGE: Reason
 REASON_INTERNAL: Reason
+REASON_UNSUPPORTED_HASH: Reason
+REASON_NOT_JOINED: Reason
+REASON_UNKNOWN_NAMESPACE: Reason
+BLOCK_STATE_UNSPECIFIED: BlockState
+BLOCK_STATE_HIT: BlockState
+BLOCK_STATE_PENDING: BlockState
+BLOCK_STATE_MISS: BlockState
+PREFIX_END_UNSPECIFIED: PrefixEnd
+PREFIX_END_WHOLE: PrefixEnd
+PREFIX_END_NOT_STORED: PrefixEnd
+PREFIX_END_EVICTED: PrefixEnd
+PREFIX_END_RESET: PrefixEnd
+PREFIX_END_BEING_COPIED: PrefixEnd
+PREFIX_END_PARTIAL_BLOCK: PrefixEnd
+PREFIX_END_NOT_JOINED: PrefixEnd
+PREFIX_END_OFF: PrefixEnd
+PUBLISH_STATE_UNSPECIFIED: PublishState
+PUBLISH_STATE_STORED: PublishState
+PUBLISH_STATE_KNOWN: PublishState
+PUBLISH_STATE_NOT_PRESENT: PublishState
+PUBLISH_STATE_NO_ROOM: PublishState
+PUBLISH_STATE_CHANGED: PublishState
+PUBLISH_STATE_NOT_JOINED: PublishState
 
 class Error(_message.Message):
     __slots__ = ("code", "reason", "message", "remedy", "facts")
@@ -98,7 +153,7 @@ class KeySchema(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., row_shape: _Optional[_Iterable[int]] = ..., row_bytes: _Optional[int] = ..., provisional: _Optional[bool] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("abi", "model", "stage", "pid", "geometry", "keys", "open_remembered_keys", "rank")
+    __slots__ = ("abi", "model", "stage", "pid", "geometry", "keys", "open_remembered_keys", "rank", "engine")
     ABI_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +162,7 @@ class AttachRequest(_message.Message):
     KEYS_FIELD_NUMBER: _ClassVar[int]
     OPEN_REMEMBERED_KEYS_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     abi: int
     model: str
     stage: str
@@ -115,7 +171,8 @@ class AttachRequest(_message.Message):
     keys: _containers.RepeatedCompositeFieldContainer[KeySchema]
     open_remembered_keys: bool
     rank: int
-    def __init__(self, abi: _Optional[int] = ..., model: _Optional[str] = ..., stage: _Optional[str] = ..., pid: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., keys: _Optional[_Iterable[_Union[KeySchema, _Mapping]]] = ..., open_remembered_keys: _Optional[bool] = ..., rank: _Optional[int] = ...) -> None: ...
+    engine: str
+    def __init__(self, abi: _Optional[int] = ..., model: _Optional[str] = ..., stage: _Optional[str] = ..., pid: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., keys: _Optional[_Iterable[_Union[KeySchema, _Mapping]]] = ..., open_remembered_keys: _Optional[bool] = ..., rank: _Optional[int] = ..., engine: _Optional[str] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("boot_id", "geometry", "control_segment", "arena_segment", "daemon_doorbell", "worker_doorbell", "keys", "epoch")
@@ -248,7 +305,7 @@ class KeyStats(_message.Message):
     def __init__(self, key: _Optional[_Union[KeySchema, _Mapping]] = ..., key_id: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., rows_scattered: _Optional[int] = ..., rows_gathered: _Optional[int] = ..., present_slots: _Optional[int] = ..., locked: _Optional[bool] = ...) -> None: ...
 
 class SessionStats(_message.Message):
-    __slots__ = ("session_id", "model", "stage", "pid", "rank", "geometry", "keys", "head", "consumed", "epoch", "steps", "bytes", "state", "failure", "hits", "hit_rows", "unknown_rows", "adopted", "attached_unix_s")
+    __slots__ = ("session_id", "model", "stage", "pid", "rank", "geometry", "keys", "head", "consumed", "epoch", "steps", "bytes", "state", "failure", "hits", "hit_rows", "unknown_rows", "adopted", "attached_unix_s", "engine", "namespace_id", "generation")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -268,6 +325,9 @@ class SessionStats(_message.Message):
     UNKNOWN_ROWS_FIELD_NUMBER: _ClassVar[int]
     ADOPTED_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     model: str
     stage: str
@@ -287,10 +347,87 @@ class SessionStats(_message.Message):
     unknown_rows: int
     adopted: bool
     attached_unix_s: float
-    def __init__(self, session_id: _Optional[str] = ..., model: _Optional[str] = ..., stage: _Optional[str] = ..., pid: _Optional[int] = ..., rank: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., keys: _Optional[_Iterable[_Union[KeyStats, _Mapping]]] = ..., head: _Optional[int] = ..., consumed: _Optional[int] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., bytes: _Optional[int] = ..., state: _Optional[str] = ..., failure: _Optional[str] = ..., hits: _Optional[int] = ..., hit_rows: _Optional[int] = ..., unknown_rows: _Optional[int] = ..., adopted: _Optional[bool] = ..., attached_unix_s: _Optional[float] = ...) -> None: ...
+    engine: str
+    namespace_id: str
+    generation: int
+    def __init__(self, session_id: _Optional[str] = ..., model: _Optional[str] = ..., stage: _Optional[str] = ..., pid: _Optional[int] = ..., rank: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., keys: _Optional[_Iterable[_Union[KeyStats, _Mapping]]] = ..., head: _Optional[int] = ..., consumed: _Optional[int] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., bytes: _Optional[int] = ..., state: _Optional[str] = ..., failure: _Optional[str] = ..., hits: _Optional[int] = ..., hit_rows: _Optional[int] = ..., unknown_rows: _Optional[int] = ..., adopted: _Optional[bool] = ..., attached_unix_s: _Optional[float] = ..., engine: _Optional[str] = ..., namespace_id: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class NamespaceStats(_message.Message):
+    __slots__ = ("namespace_id", "stage", "model_fingerprint", "hash_algorithm", "hash_seed", "dtype", "block_size", "tensor_parallel_size", "keys", "bytes", "block_bytes", "num_blocks", "held", "cached", "free", "generation", "members", "leases", "lookup_hashes", "hit_hashes", "published", "known", "skipped", "filled", "evictions", "created_unix_s", "used_unix_s", "oldest_s")
+    class SkippedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class EvictionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    HASH_ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    HASH_SEED_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_HASHES_FIELD_NUMBER: _ClassVar[int]
+    HIT_HASHES_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    FILLED_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    USED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_S_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: str
+    stage: str
+    model_fingerprint: str
+    hash_algorithm: str
+    hash_seed: str
+    dtype: str
+    block_size: int
+    tensor_parallel_size: int
+    keys: _containers.RepeatedCompositeFieldContainer[KeySchema]
+    bytes: int
+    block_bytes: int
+    num_blocks: int
+    held: int
+    cached: int
+    free: int
+    generation: int
+    members: int
+    leases: int
+    lookup_hashes: int
+    hit_hashes: int
+    published: int
+    known: int
+    skipped: _containers.ScalarMap[str, int]
+    filled: int
+    evictions: _containers.ScalarMap[str, int]
+    created_unix_s: float
+    used_unix_s: float
+    oldest_s: float
+    def __init__(self, namespace_id: _Optional[str] = ..., stage: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., hash_seed: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., keys: _Optional[_Iterable[_Union[KeySchema, _Mapping]]] = ..., bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., held: _Optional[int] = ..., cached: _Optional[int] = ..., free: _Optional[int] = ..., generation: _Optional[int] = ..., members: _Optional[int] = ..., leases: _Optional[int] = ..., lookup_hashes: _Optional[int] = ..., hit_hashes: _Optional[int] = ..., published: _Optional[int] = ..., known: _Optional[int] = ..., skipped: _Optional[_Mapping[str, int]] = ..., filled: _Optional[int] = ..., evictions: _Optional[_Mapping[str, int]] = ..., created_unix_s: _Optional[float] = ..., used_unix_s: _Optional[float] = ..., oldest_s: _Optional[float] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("version", "boot_id", "budget_bytes", "budget_used_bytes", "sessions", "uptime_s", "resident_bytes", "schedulers")
+    __slots__ = ("version", "boot_id", "budget_bytes", "budget_used_bytes", "sessions", "uptime_s", "resident_bytes", "schedulers", "namespaces", "shared_limit_bytes", "shared_used_bytes")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -299,6 +436,9 @@ class StatsResponse(_message.Message):
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     SCHEDULERS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     version: str
     boot_id: int
     budget_bytes: int
@@ -307,7 +447,10 @@ class StatsResponse(_message.Message):
     uptime_s: float
     resident_bytes: int
     schedulers: int
-    def __init__(self, version: _Optional[str] = ..., boot_id: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., budget_used_bytes: _Optional[int] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., uptime_s: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., schedulers: _Optional[int] = ...) -> None: ...
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceStats]
+    shared_limit_bytes: int
+    shared_used_bytes: int
+    def __init__(self, version: _Optional[str] = ..., boot_id: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., budget_used_bytes: _Optional[int] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., uptime_s: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., schedulers: _Optional[int] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., shared_limit_bytes: _Optional[int] = ..., shared_used_bytes: _Optional[int] = ...) -> None: ...
 
 class DetachRequest(_message.Message):
     __slots__ = ()
@@ -318,10 +461,12 @@ class DetachResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("stage",)
+    __slots__ = ("stage", "engine")
     STAGE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     stage: str
-    def __init__(self, stage: _Optional[str] = ...) -> None: ...
+    engine: str
+    def __init__(self, stage: _Optional[str] = ..., engine: _Optional[str] = ...) -> None: ...
 
 class WatchEvent(_message.Message):
     __slots__ = ("kind", "boot_id", "cause", "reason")
@@ -346,3 +491,165 @@ class WatchEvent(_message.Message):
     cause: str
     reason: Reason
     def __init__(self, kind: _Optional[_Union[WatchEvent.Kind, str]] = ..., boot_id: _Optional[int] = ..., cause: _Optional[str] = ..., reason: _Optional[_Union[Reason, str]] = ...) -> None: ...
+
+class JoinNamespaceRequest(_message.Message):
+    __slots__ = ("model_fingerprint", "hash_algorithm", "hash_seed", "dtype", "tensor_parallel_size", "key_ids", "sequence")
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    HASH_ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    HASH_SEED_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    KEY_IDS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    model_fingerprint: str
+    hash_algorithm: str
+    hash_seed: str
+    dtype: str
+    tensor_parallel_size: int
+    key_ids: _containers.RepeatedScalarFieldContainer[int]
+    sequence: int
+    def __init__(self, model_fingerprint: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., hash_seed: _Optional[str] = ..., dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., key_ids: _Optional[_Iterable[int]] = ..., sequence: _Optional[int] = ...) -> None: ...
+
+class JoinNamespaceResponse(_message.Message):
+    __slots__ = ("on", "why", "namespace_id", "num_blocks", "block_bytes", "generation", "cached_blocks")
+    ON_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    on: bool
+    why: str
+    namespace_id: str
+    num_blocks: int
+    block_bytes: int
+    generation: int
+    cached_blocks: int
+    def __init__(self, on: _Optional[bool] = ..., why: _Optional[str] = ..., namespace_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., generation: _Optional[int] = ..., cached_blocks: _Optional[int] = ...) -> None: ...
+
+class NamespaceRef(_message.Message):
+    __slots__ = ("namespace_id", "stage", "engine")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: str
+    stage: str
+    engine: str
+    def __init__(self, namespace_id: _Optional[str] = ..., stage: _Optional[str] = ..., engine: _Optional[str] = ...) -> None: ...
+
+class SpanIdentity(_message.Message):
+    __slots__ = ("lora_name", "cache_salt", "mm_identifiers", "mm_offsets", "mm_lengths", "embeds_digests")
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    MM_IDENTIFIERS_FIELD_NUMBER: _ClassVar[int]
+    MM_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    MM_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDS_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    lora_name: str
+    cache_salt: str
+    mm_identifiers: _containers.RepeatedScalarFieldContainer[str]
+    mm_offsets: _containers.RepeatedScalarFieldContainer[int]
+    mm_lengths: _containers.RepeatedScalarFieldContainer[int]
+    embeds_digests: bytes
+    def __init__(self, lora_name: _Optional[str] = ..., cache_salt: _Optional[str] = ..., mm_identifiers: _Optional[_Iterable[str]] = ..., mm_offsets: _Optional[_Iterable[int]] = ..., mm_lengths: _Optional[_Iterable[int]] = ..., embeds_digests: _Optional[bytes] = ...) -> None: ...
+
+class LookupBlocksRequest(_message.Message):
+    __slots__ = ("namespace", "hashes", "span_blocks", "token_ids", "span_tokens", "identities", "per_key")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    SPAN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SPAN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IDENTITIES_FIELD_NUMBER: _ClassVar[int]
+    PER_KEY_FIELD_NUMBER: _ClassVar[int]
+    namespace: NamespaceRef
+    hashes: bytes
+    span_blocks: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    span_tokens: _containers.RepeatedScalarFieldContainer[int]
+    identities: _containers.RepeatedCompositeFieldContainer[SpanIdentity]
+    per_key: bool
+    def __init__(self, namespace: _Optional[_Union[NamespaceRef, _Mapping]] = ..., hashes: _Optional[bytes] = ..., span_blocks: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., span_tokens: _Optional[_Iterable[int]] = ..., identities: _Optional[_Iterable[_Union[SpanIdentity, _Mapping]]] = ..., per_key: _Optional[bool] = ...) -> None: ...
+
+class LookupBlocksResponse(_message.Message):
+    __slots__ = ("namespace_id", "block_size", "generation", "hit_blocks", "hit_tokens", "states", "ends", "key_names", "key_states", "hashes")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    HIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    KEY_NAMES_FIELD_NUMBER: _ClassVar[int]
+    KEY_STATES_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: str
+    block_size: int
+    generation: int
+    hit_blocks: _containers.RepeatedScalarFieldContainer[int]
+    hit_tokens: _containers.RepeatedScalarFieldContainer[int]
+    states: _containers.RepeatedScalarFieldContainer[BlockState]
+    ends: _containers.RepeatedScalarFieldContainer[PrefixEnd]
+    key_names: _containers.RepeatedScalarFieldContainer[str]
+    key_states: _containers.RepeatedScalarFieldContainer[BlockState]
+    hashes: bytes
+    def __init__(self, namespace_id: _Optional[str] = ..., block_size: _Optional[int] = ..., generation: _Optional[int] = ..., hit_blocks: _Optional[_Iterable[int]] = ..., hit_tokens: _Optional[_Iterable[int]] = ..., states: _Optional[_Iterable[_Union[BlockState, str]]] = ..., ends: _Optional[_Iterable[_Union[PrefixEnd, str]]] = ..., key_names: _Optional[_Iterable[str]] = ..., key_states: _Optional[_Iterable[_Union[BlockState, str]]] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+
+class AcquireBlocksRequest(_message.Message):
+    __slots__ = ("namespace", "request_ids", "hashes", "span_blocks", "all")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    SPAN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    namespace: NamespaceRef
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    hashes: bytes
+    span_blocks: _containers.RepeatedScalarFieldContainer[int]
+    all: bool
+    def __init__(self, namespace: _Optional[_Union[NamespaceRef, _Mapping]] = ..., request_ids: _Optional[_Iterable[str]] = ..., hashes: _Optional[bytes] = ..., span_blocks: _Optional[_Iterable[int]] = ..., all: _Optional[bool] = ...) -> None: ...
+
+class AcquireBlocksResponse(_message.Message):
+    __slots__ = ("namespace_id", "generation", "held", "boot_id", "why_none")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    WHY_NONE_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: str
+    generation: int
+    held: _containers.RepeatedScalarFieldContainer[int]
+    boot_id: int
+    why_none: PrefixEnd
+    def __init__(self, namespace_id: _Optional[str] = ..., generation: _Optional[int] = ..., held: _Optional[_Iterable[int]] = ..., boot_id: _Optional[int] = ..., why_none: _Optional[_Union[PrefixEnd, str]] = ...) -> None: ...
+
+class ReleaseBlocksRequest(_message.Message):
+    __slots__ = ("request_ids", "all")
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    all: bool
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., all: _Optional[bool] = ...) -> None: ...
+
+class ReleaseBlocksResponse(_message.Message):
+    __slots__ = ("released",)
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    released: int
+    def __init__(self, released: _Optional[int] = ...) -> None: ...
+
+class PublishBlocksRequest(_message.Message):
+    __slots__ = ("sequence", "block_ids", "hashes")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    hashes: bytes
+    def __init__(self, sequence: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+
+class PublishBlocksResponse(_message.Message):
+    __slots__ = ("states",)
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    states: _containers.RepeatedScalarFieldContainer[PublishState]
+    def __init__(self, states: _Optional[_Iterable[_Union[PublishState, str]]] = ...) -> None: ...

@@ -74,6 +74,31 @@ class StageCacheStub:
                 request_serializer=stagecache_dot_v1_dot_stagecache__pb2.WatchRequest.SerializeToString,
                 response_deserializer=stagecache_dot_v1_dot_stagecache__pb2.WatchEvent.FromString,
                 _registered_method=True)
+        self.JoinNamespace = channel.unary_unary(
+                '/stagecache.v1.StageCache/JoinNamespace',
+                request_serializer=stagecache_dot_v1_dot_stagecache__pb2.JoinNamespaceRequest.SerializeToString,
+                response_deserializer=stagecache_dot_v1_dot_stagecache__pb2.JoinNamespaceResponse.FromString,
+                _registered_method=True)
+        self.LookupBlocks = channel.unary_unary(
+                '/stagecache.v1.StageCache/LookupBlocks',
+                request_serializer=stagecache_dot_v1_dot_stagecache__pb2.LookupBlocksRequest.SerializeToString,
+                response_deserializer=stagecache_dot_v1_dot_stagecache__pb2.LookupBlocksResponse.FromString,
+                _registered_method=True)
+        self.AcquireBlocks = channel.unary_unary(
+                '/stagecache.v1.StageCache/AcquireBlocks',
+                request_serializer=stagecache_dot_v1_dot_stagecache__pb2.AcquireBlocksRequest.SerializeToString,
+                response_deserializer=stagecache_dot_v1_dot_stagecache__pb2.AcquireBlocksResponse.FromString,
+                _registered_method=True)
+        self.ReleaseBlocks = channel.unary_unary(
+                '/stagecache.v1.StageCache/ReleaseBlocks',
+                request_serializer=stagecache_dot_v1_dot_stagecache__pb2.ReleaseBlocksRequest.SerializeToString,
+                response_deserializer=stagecache_dot_v1_dot_stagecache__pb2.ReleaseBlocksResponse.FromString,
+                _registered_method=True)
+        self.PublishBlocks = channel.unary_unary(
+                '/stagecache.v1.StageCache/PublishBlocks',
+                request_serializer=stagecache_dot_v1_dot_stagecache__pb2.PublishBlocksRequest.SerializeToString,
+                response_deserializer=stagecache_dot_v1_dot_stagecache__pb2.PublishBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class StageCacheServicer:
@@ -139,6 +164,45 @@ class StageCacheServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def JoinNamespace(self, request, context):
+        """Joins the session to the space of blocks that replicas of its stage share, durable before it answers: from then
+        on its PUBLISH and FILL records work. It says that the model is what `model_fingerprint` names, now; a RESET takes
+        that back. Repeating it is safe, another namespace replaces the first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LookupBlocks(self, request, context):
+        """How far the node holds prefixes, by block hashes or by token ids, and why not further. Changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AcquireBlocks(self, request, context):
+        """Holds the longest stored prefix of each request's hashes: nothing held is evicted. A request has one lease, which
+        a repeated call replaces; it ends by ReleaseBlocks or with the caller's process.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseBlocks(self, request, context):
+        """Ends leases of the caller. One that is not there is no error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PublishBlocks(self, request, context):
+        """Keeps rows of the caller's slots under their block hashes, once its log is consumed up to `sequence`: for clients
+        that do not write PUBLISH records.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StageCacheServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -181,6 +245,31 @@ def add_StageCacheServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=stagecache_dot_v1_dot_stagecache__pb2.WatchRequest.FromString,
                     response_serializer=stagecache_dot_v1_dot_stagecache__pb2.WatchEvent.SerializeToString,
+            ),
+            'JoinNamespace': grpc.unary_unary_rpc_method_handler(
+                    servicer.JoinNamespace,
+                    request_deserializer=stagecache_dot_v1_dot_stagecache__pb2.JoinNamespaceRequest.FromString,
+                    response_serializer=stagecache_dot_v1_dot_stagecache__pb2.JoinNamespaceResponse.SerializeToString,
+            ),
+            'LookupBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.LookupBlocks,
+                    request_deserializer=stagecache_dot_v1_dot_stagecache__pb2.LookupBlocksRequest.FromString,
+                    response_serializer=stagecache_dot_v1_dot_stagecache__pb2.LookupBlocksResponse.SerializeToString,
+            ),
+            'AcquireBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.AcquireBlocks,
+                    request_deserializer=stagecache_dot_v1_dot_stagecache__pb2.AcquireBlocksRequest.FromString,
+                    response_serializer=stagecache_dot_v1_dot_stagecache__pb2.AcquireBlocksResponse.SerializeToString,
+            ),
+            'ReleaseBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseBlocks,
+                    request_deserializer=stagecache_dot_v1_dot_stagecache__pb2.ReleaseBlocksRequest.FromString,
+                    response_serializer=stagecache_dot_v1_dot_stagecache__pb2.ReleaseBlocksResponse.SerializeToString,
+            ),
+            'PublishBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.PublishBlocks,
+                    request_deserializer=stagecache_dot_v1_dot_stagecache__pb2.PublishBlocksRequest.FromString,
+                    response_serializer=stagecache_dot_v1_dot_stagecache__pb2.PublishBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -399,6 +488,141 @@ class StageCache:
             '/stagecache.v1.StageCache/Watch',
             stagecache_dot_v1_dot_stagecache__pb2.WatchRequest.SerializeToString,
             stagecache_dot_v1_dot_stagecache__pb2.WatchEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def JoinNamespace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagecache.v1.StageCache/JoinNamespace',
+            stagecache_dot_v1_dot_stagecache__pb2.JoinNamespaceRequest.SerializeToString,
+            stagecache_dot_v1_dot_stagecache__pb2.JoinNamespaceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LookupBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagecache.v1.StageCache/LookupBlocks',
+            stagecache_dot_v1_dot_stagecache__pb2.LookupBlocksRequest.SerializeToString,
+            stagecache_dot_v1_dot_stagecache__pb2.LookupBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AcquireBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagecache.v1.StageCache/AcquireBlocks',
+            stagecache_dot_v1_dot_stagecache__pb2.AcquireBlocksRequest.SerializeToString,
+            stagecache_dot_v1_dot_stagecache__pb2.AcquireBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagecache.v1.StageCache/ReleaseBlocks',
+            stagecache_dot_v1_dot_stagecache__pb2.ReleaseBlocksRequest.SerializeToString,
+            stagecache_dot_v1_dot_stagecache__pb2.ReleaseBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PublishBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagecache.v1.StageCache/PublishBlocks',
+            stagecache_dot_v1_dot_stagecache__pb2.PublishBlocksRequest.SerializeToString,
+            stagecache_dot_v1_dot_stagecache__pb2.PublishBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

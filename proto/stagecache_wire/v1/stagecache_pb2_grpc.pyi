@@ -17,6 +17,11 @@ class StageCacheStub:
     Stats: grpc.UnaryUnaryMultiCallable[pb.StatsRequest, pb.StatsResponse]
     Detach: grpc.UnaryUnaryMultiCallable[pb.DetachRequest, pb.DetachResponse]
     Watch: grpc.UnaryStreamMultiCallable[pb.WatchRequest, pb.WatchEvent]
+    JoinNamespace: grpc.UnaryUnaryMultiCallable[pb.JoinNamespaceRequest, pb.JoinNamespaceResponse]
+    LookupBlocks: grpc.UnaryUnaryMultiCallable[pb.LookupBlocksRequest, pb.LookupBlocksResponse]
+    AcquireBlocks: grpc.UnaryUnaryMultiCallable[pb.AcquireBlocksRequest, pb.AcquireBlocksResponse]
+    ReleaseBlocks: grpc.UnaryUnaryMultiCallable[pb.ReleaseBlocksRequest, pb.ReleaseBlocksResponse]
+    PublishBlocks: grpc.UnaryUnaryMultiCallable[pb.PublishBlocksRequest, pb.PublishBlocksResponse]
 
 class StageCacheAsyncStub:
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
@@ -28,6 +33,11 @@ class StageCacheAsyncStub:
     Stats: grpc.aio.UnaryUnaryMultiCallable[pb.StatsRequest, pb.StatsResponse]
     Detach: grpc.aio.UnaryUnaryMultiCallable[pb.DetachRequest, pb.DetachResponse]
     Watch: grpc.aio.UnaryStreamMultiCallable[pb.WatchRequest, pb.WatchEvent]
+    JoinNamespace: grpc.aio.UnaryUnaryMultiCallable[pb.JoinNamespaceRequest, pb.JoinNamespaceResponse]
+    LookupBlocks: grpc.aio.UnaryUnaryMultiCallable[pb.LookupBlocksRequest, pb.LookupBlocksResponse]
+    AcquireBlocks: grpc.aio.UnaryUnaryMultiCallable[pb.AcquireBlocksRequest, pb.AcquireBlocksResponse]
+    ReleaseBlocks: grpc.aio.UnaryUnaryMultiCallable[pb.ReleaseBlocksRequest, pb.ReleaseBlocksResponse]
+    PublishBlocks: grpc.aio.UnaryUnaryMultiCallable[pb.PublishBlocksRequest, pb.PublishBlocksResponse]
 
 class StageCacheServicer:
     def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse | Awaitable[pb.AttachResponse]: ...
@@ -38,6 +48,11 @@ class StageCacheServicer:
     def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsResponse | Awaitable[pb.StatsResponse]: ...
     def Detach(self, request: pb.DetachRequest, context: Any) -> pb.DetachResponse | Awaitable[pb.DetachResponse]: ...
     def Watch(self, request: pb.WatchRequest, context: Any) -> Iterator[pb.WatchEvent] | AsyncIterator[pb.WatchEvent]: ...
+    def JoinNamespace(self, request: pb.JoinNamespaceRequest, context: Any) -> pb.JoinNamespaceResponse | Awaitable[pb.JoinNamespaceResponse]: ...
+    def LookupBlocks(self, request: pb.LookupBlocksRequest, context: Any) -> pb.LookupBlocksResponse | Awaitable[pb.LookupBlocksResponse]: ...
+    def AcquireBlocks(self, request: pb.AcquireBlocksRequest, context: Any) -> pb.AcquireBlocksResponse | Awaitable[pb.AcquireBlocksResponse]: ...
+    def ReleaseBlocks(self, request: pb.ReleaseBlocksRequest, context: Any) -> pb.ReleaseBlocksResponse | Awaitable[pb.ReleaseBlocksResponse]: ...
+    def PublishBlocks(self, request: pb.PublishBlocksRequest, context: Any) -> pb.PublishBlocksResponse | Awaitable[pb.PublishBlocksResponse]: ...
 
 def add_StageCacheServicer_to_server(
     servicer: StageCacheServicer, server: grpc.Server | grpc.aio.Server

@@ -7,7 +7,7 @@ from collections import deque
 from typing import Final, NamedTuple
 
 from stagecache_wire import layout
-from stagecache_wire.figures import BUCKETS, Daemon, bucket
+from stagecache_wire.figures import BUCKETS, SHARED_BLOCKS, Daemon, bucket
 from stagecache_wire.records import Kind, Record
 
 MAX_LAG_NS: Final = 3600 * 10**9
@@ -18,6 +18,7 @@ _LAG: Final = layout.D_FIGURES + Daemon.LAG
 _SCATTER: Final = layout.D_FIGURES + Daemon.SCATTER
 _GATHER: Final = layout.D_FIGURES + Daemon.GATHER
 _KIND: Final = layout.D_FIGURES + Daemon.KIND_RECORDS - 1
+_SHARED: Final = {outcome: layout.D_FIGURES + Daemon.SHARED + at for at, outcome in enumerate(SHARED_BLOCKS)}
 _SCATTERED_ROWS: Final = layout.D_FIGURES + Daemon.SCATTERED_ROWS
 _GATHERED_ROWS: Final = layout.D_FIGURES + Daemon.GATHERED_ROWS
 
@@ -57,6 +58,10 @@ class RecordFigures:
         """Rows of one (span, key) went into the arena; ``size`` in bytes."""
         self._words[_GATHERED_ROWS] += rows
         self._words[layout.D_GATHERED_BYTES] += size
+
+    def shared(self, outcome: str) -> None:
+        """What became of a block of a PUBLISH or FILL: one of ``SHARED_BLOCKS``."""
+        self._words[_SHARED[outcome]] += 1
 
     def spans_done(self, spans: int, rows: int, begun_ns: int) -> None:
         """All gathers of a record are done. spans, rows: of hits; begun_ns: time.monotonic_ns() before them."""

@@ -45,6 +45,10 @@ def lost() -> Record:
     return Record(0, Kind.LOST, rows=3, runs=runs((0, 3)))
 
 
+def blocks(kind: Kind, *numbers: int) -> Record:
+    return Record.of_blocks(kind, [(number, bytes([number % 256]) * 32) for number in numbers])
+
+
 GOOD: dict[str, Callable[[], Record]] = {
     "save": good_save,
     "save of units": lambda: save(0, slots(3, 31, 0), (0, ROWS)),
@@ -57,7 +61,10 @@ GOOD: dict[str, Callable[[], Record]] = {
     "flush": lambda: flush(1, slots(3, 9), [1, 4]),
     "fail": lambda: flush(9, slots(3, 9), [1, 4], kind=Kind.FAIL),
     "reset": lambda: Record(0, Kind.RESET, rows=4),
+    "reset of a model that is the same": lambda: Record(0, Kind.RESET, page=records.SAME_MODEL, rows=4),
     "close key": lambda: Record(0, Kind.CLOSE_KEY, keys=key_words((1, ROWS))),
+    "publish": lambda: blocks(Kind.PUBLISH, 0, 7, 3),
+    "fill": lambda: blocks(Kind.FILL, 7),
     "close key that is closed": lambda: Record(0, Kind.CLOSE_KEY, keys=key_words((9, ROWS))),
 }
 
@@ -80,6 +87,7 @@ BAD: dict[str, tuple[Callable[[], Record], str]] = {
     ),
     "begin with runs": (lambda: replace(hit(runs((0, 2)), (0, 1, 0)), runs=runs((0, 2))), "BEGIN carries runs"),
     "reset to an epoch beyond a word": (lambda: Record(0, Kind.RESET, rows=1 << 63), "epoch 9223372036854775808 after"),
+    "reset with a page": (lambda: Record(0, Kind.RESET, page=1, rows=4), "RESET with page 1"),
     "reset with runs": (lambda: Record(0, Kind.RESET, runs=runs((0, 2))), "RESET carries runs"),
     "close key with runs": (
         lambda: Record(0, Kind.CLOSE_KEY, keys=key_words((1, ROWS)), runs=runs((0, 1))), "CLOSE_KEY carries runs"
@@ -129,6 +137,18 @@ BAD: dict[str, tuple[Callable[[], Record], str]] = {
     "lost with spans": (
         lambda: replace(lost(), spans=spans((0, 1, 2)), span_runs=runs((0, 2))), "LOST carries gathers"
     ),
+    "publish of no block": (lambda: blocks(Kind.PUBLISH), "no blocks"),
+    "block beyond the cache": (lambda: blocks(Kind.FILL, 0, 8), "block 8 of 8"),
+    "block that overflows": (lambda: blocks(Kind.PUBLISH, BIG), "block 4294967295 of 8"),
+    "other number of blocks": (lambda: replace(blocks(Kind.FILL, 0, 1), rows=3), "2 blocks, 3 were said"),
+    "block named twice": (lambda: blocks(Kind.FILL, 4, 1, 4), "a block is named twice"),
+    "blocks as runs": (
+        lambda: replace(blocks(Kind.FILL, 0), unit_runs=False, runs=runs((0, 4))), "FILL with runs of slots"
+    ),
+    "publish that names a key": (lambda: replace(blocks(Kind.PUBLISH, 0), keys=key_words((0, ROWS))), "names 1 keys"),
+    "fill with gathers": (
+        lambda: replace(blocks(Kind.FILL, 0), spans=spans((0, 1, 2)), span_runs=runs((0, 2))), "FILL carries gathers"
+    ),
     "flush with span runs": (lambda: replace(flush(0, slots(1), [1]), span_runs=runs((0, 2))), "FLUSH carries gathers"),
 }  # fmt: skip
 
@@ -162,7 +182,7 @@ def test_a_bad_record_is_refused_by_the_number_that_is_bad(segments: SessionSegm
     ("word", "value", "match"),
     [
         (layout.E_KIND, 0, "kind 0 is unknown"),
-        (layout.E_KIND, 8, "kind 8 is unknown"),
+        (layout.E_KIND, 10, "kind 10 is unknown"),
         (layout.E_KIND, 2 | 2 << 8, "flags 2 are unknown"),
         (layout.E_COUNTS_A, HUGE, "do not fill"),
         (layout.E_COUNTS_B, 1, "do not fill"),

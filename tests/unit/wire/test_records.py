@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 from stagecache_wire import layout
 from stagecache_wire.records import (
     GATHER_DTYPE,
+    HASH_BYTES,
     NO_PAGE,
+    OF_BLOCKS,
+    OF_CLAIMS,
     BadRecordError,
     KeyMode,
     Kind,
@@ -29,10 +32,11 @@ u64 = st.integers(0, (1 << 64) - 1)
 def any_record(draw: st.DrawFn) -> Record:
     """A record of any numbers: what they mean is not the codec's affair."""
     kind = draw(st.sampled_from(Kind))
-    unit = draw(st.booleans())
+    unit = kind in OF_BLOCKS or draw(st.booleans())
     pairs = draw(st.lists(st.tuples(u32, u32), max_size=5))
     runs = np.array([start for start, _ in pairs] if unit else pairs, np.uint32)
     gathers = draw(st.lists(st.tuples(u32, u32, u32, st.just(0), u64), max_size=4))
+    size = HASH_BYTES * len(runs) if kind in OF_BLOCKS else 0
     return Record(
         draw(u64),
         kind,
@@ -42,8 +46,9 @@ def any_record(draw: st.DrawFn) -> Record:
         keys=np.array(draw(st.lists(u32, max_size=5)), np.uint32),
         runs=runs if unit else runs.reshape(-1, 2),
         claims=np.array(draw(st.lists(u64, min_size=len(runs), max_size=len(runs))), np.uint64)
-        if kind in (Kind.FLUSH, Kind.FAIL)
+        if kind in OF_CLAIMS
         else np.empty(0, np.uint64),
+        hashes=np.frombuffer(draw(st.binary(min_size=size, max_size=size)), np.uint8).reshape(-1, HASH_BYTES),
         spans=np.array(draw(st.lists(st.tuples(u32, u32, u32, u32), max_size=4)), np.uint32).reshape(-1, 4),
         span_runs=np.array(draw(st.lists(st.tuples(u32, u32), max_size=5)), np.uint32).reshape(-1, 2),
         gathers=np.array(gathers, GATHER_DTYPE),
@@ -51,7 +56,7 @@ def any_record(draw: st.DrawFn) -> Record:
 
 
 def contents(record: Record) -> list[object]:
-    arrays = (record.keys, record.runs, record.claims, record.spans, record.span_runs, record.gathers)
+    arrays = record.sections()
     return [
         (record.sequence, record.kind, record.page, record.rows),
         *((len(array), array.tobytes()) for array in arrays),
@@ -124,6 +129,16 @@ def test_a_decode_step_of_one_key_is_as_short_as_it_can_be() -> None:
         runs=np.arange(32, dtype=np.uint32),
     )
     assert len(encode(record)[1]) == 8 + 32 * 4
+
+
+def test_blocks_and_their_hashes_stay_together() -> None:
+    pairs = [(7, bytes(range(32))), (0, b"\xff" * 32), (3, b"\0" * 32)]
+    for kind in OF_BLOCKS:
+        record = Record.of_blocks(kind, pairs)
+        assert decode(*encode(record)).named_blocks() == pairs
+        assert record.rows == 3
+    with pytest.raises(ValueError, match="32 bytes"):
+        Record.of_blocks(Kind.FILL, [(0, b"short")])
 
 
 @pytest.mark.parametrize("missing", [1, 8, 16])
