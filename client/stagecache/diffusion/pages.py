@@ -9,6 +9,16 @@ import torch
 from stagecache.diffusion.model import KVShape
 
 
+class BlockTable:
+    """Blocks in token order. ``first``: of a table whose blocks lie one behind the other, else None."""
+
+    def __init__(self, block_ids: Sequence[int]) -> None:
+        self.block_ids = list(block_ids)
+        self.index = torch.tensor(self.block_ids, dtype=torch.int64)
+        low = self.block_ids[0] if self.block_ids else 0
+        self.first = low if self.block_ids == list(range(low, low + len(self.block_ids))) else None
+
+
 class KVPages:
     """The worker's KV: for each layer ``[num_blocks, block_size, 2, heads, head_dim]``, allocated once, zeroed once."""
 
@@ -18,14 +28,24 @@ class KVPages:
             torch.zeros((num_blocks, block_size, *shape.row_shape), dtype=shape.dtype) for _ in range(shape.layers)
         ]
 
-    def read_blocks(self, layer: int, block_ids: torch.Tensor) -> torch.Tensor:
-        """A copy of these blocks' rows, [blocks * block_size, 2, heads, head_dim]. block_ids: int64."""
-        return self.layers[layer].index_select(0, block_ids).flatten(0, 1)
+    def read(self, layer: int, table: BlockTable, num_blocks: int) -> torch.Tensor:
+        """Rows of a table's leading blocks, [num_blocks * block_size, 2, heads, head_dim].
 
-    def write_blocks(self, layer: int, block_ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Store rows, [blocks * block_size, 2, heads, head_dim], in these blocks. block_ids: int64."""
+        For reading, until the next write: blocks that lie one behind the other are not copied.
+        """
         pages = self.layers[layer]
-        pages.index_copy_(0, block_ids, rows.reshape(len(block_ids), *pages.shape[1:]))
+        if table.first is not None:
+            return pages[table.first : table.first + num_blocks].flatten(0, 1)
+        return pages.index_select(0, table.index[:num_blocks]).flatten(0, 1)
+
+    def write(self, layer: int, table: BlockTable, rows: torch.Tensor) -> None:
+        """Store rows, [blocks * block_size, 2, heads, head_dim], in all blocks of a table."""
+        pages = self.layers[layer]
+        rows = rows.view(len(table.block_ids), *pages.shape[1:])
+        if table.first is not None:
+            pages[table.first : table.first + len(rows)] = rows
+        else:
+            pages.index_copy_(0, table.index, rows)
 
 
 class PagedRow:
@@ -34,20 +54,19 @@ class PagedRow:
     def __init__(self, pages: KVPages, block_ids: Sequence[int]) -> None:
         self._pages = pages
         self._size = pages.block_size
-        self._table = list(block_ids)
-        self._ids = torch.tensor(self._table, dtype=torch.int64)
+        self._table = BlockTable(block_ids)
 
     def write(self, layer: int, start: int, kv: torch.Tensor) -> None:
-        pages, size = self._pages.layers[layer], self._size
+        pages, size, blocks = self._pages.layers[layer], self._size, self._table.block_ids
         done = 0
         while done < len(kv):
             block, offset = divmod(start + done, size)
             count = min(size - offset, len(kv) - done)
-            pages[self._table[block], offset : offset + count] = kv[done : done + count]
+            pages[blocks[block], offset : offset + count] = kv[done : done + count]
             done += count
 
     def read(self, layer: int, end: int) -> torch.Tensor:
-        return self._pages.read_blocks(layer, self._ids[: -(-end // self._size)])
+        return self._pages.read(layer, self._table, -(-end // self._size))
 
 
 class DenseRow:

@@ -14,6 +14,9 @@ from stagecache.diffusion.worker import DiffusionWorker, PrefixStore
 class NodeBlocks(PrefixIndex, PrefixStore, Protocol):
     """The node's prefix blocks, seen from both sides of a stage. NodeStore is one."""
 
+    def join(self, fingerprint: str) -> None:
+        """Say what the model is; before anything else."""
+
 
 class DiffusionStage:
     """Runs a DiT, one request at a time.
@@ -48,6 +51,8 @@ class DiffusionStage:
         self._scheduler: DiffusionScheduler | None = None
         if config.diffusion_kv_mode is DiffusionKVMode.PAGED_SCHEDULER:
             fingerprint = "" if self._hook is None else self._hook.fingerprint
+            if node is not None:
+                node.join(fingerprint)
             self._scheduler = DiffusionScheduler(
                 config.num_kv_blocks, config.block_size, node, fingerprint, self.counts
             )

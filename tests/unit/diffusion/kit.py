@@ -16,7 +16,7 @@ from stagecache.diffusion.pages import KVPages
 from stagecached.index import BlockPool, LeaseTable
 
 BLOCK = 16
-SIZES = SmallDiTConfig(layers=3, width=64, heads=2, target=(4, 4), tile=BLOCK)
+SIZES = SmallDiTConfig(layers=2, width=64, heads=2, target=(4, 4), tile=BLOCK)
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def picture(seed: int = 0, height: int = 32, width: int = 32) -> np.ndarray[Any,
 
 
 def ask(prompt: str = "a red boat on a lake in the early morning fog", **more: Any) -> ImageRequest:
-    return ImageRequest(prompt, **{"images": (picture(),), "steps": 4, **more})
+    return ImageRequest(prompt, **{"images": (picture(),), "steps": 3, **more})
 
 
 class IndexInProcess:
@@ -43,6 +43,9 @@ class IndexInProcess:
         self.pool = BlockPool(num_blocks)
         self.leases = LeaseTable(self.pool)
         self.rows: dict[int, list[torch.Tensor]] = {}
+
+    def join(self, fingerprint: str) -> None:
+        pass
 
     def acquire(self, request_id: str, rows: Sequence[Sequence[bytes]]) -> list[int]:
         return [len(self.leases.acquire("here", f"{request_id}/{i}", hashes)) for i, hashes in enumerate(rows)]
