@@ -132,7 +132,7 @@ class ResetRefusedError(StageCacheError):
 
 
 class UnsupportedHashError(StageCacheError):
-    """Block hashes of an algorithm or form that the block index does not take, or tokens where only the engine hashes."""
+    """Block hashes of an algorithm or form that the index does not take, or tokens where only the engine can hash."""
 
 
 class CallRefusedError(StageCacheError):

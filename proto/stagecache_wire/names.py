@@ -6,8 +6,10 @@
     <socket>.d/http.sock      figures and the status page, for who may come near the socket
     <socket>.d/secret         key of the tokens, 0600
     <socket>.d/sessions/      one manifest a session
+    <socket>.d/namespaces/    one manifest a namespace of shared blocks
     /dev/shm/stagecache.<node>.lock          held by the daemon for life; names the run directory
-    /dev/shm/stagecache.<node>.<sid>.lock    held by the worker for life
+    /dev/shm/stagecache.<node>.<sid>.lock    held by the worker for life, or by a scheduler that may hold leases
+    /dev/shm/stagecache.<node>.shared.<id>   blocks of a namespace, by the first digits of its id
     /dev/shm/stagecache.<node>.<sid>.<part>  segments; semaphores are sem.stagecache.<node>.<sid>.<part>
 
 ``<node>`` tells daemons that share a /dev/shm apart. A lock beside the segments says who may sweep them, even where
@@ -60,6 +62,10 @@ class RunPaths:
     @property
     def sessions(self) -> Path:
         return self.directory / "sessions"
+
+    @property
+    def namespaces(self) -> Path:
+        return self.directory / "namespaces"
 
     @property
     def node(self) -> str:

@@ -35,6 +35,11 @@ ALLOWED: Final[dict[str, frozenset[str]]] = {
     "Lookup": frozenset({"worker"}),
     "Detach": frozenset({"worker"}),
     "Watch": frozenset({"worker", "scheduler"}),
+    "JoinNamespace": frozenset({"worker"}),
+    "PublishBlocks": frozenset({"worker"}),
+    "LookupBlocks": ROLES,
+    "AcquireBlocks": frozenset({"worker", "scheduler"}),
+    "ReleaseBlocks": frozenset({"worker", "scheduler"}),
     "Reset": ROLES,
     "Stats": ROLES,
 }

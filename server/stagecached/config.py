@@ -36,6 +36,8 @@ _METAVARS: Final = {
     "socket": "PATH",
     "config": "FILE",
     "memory_budget": "SIZE",
+    "shared_bytes": "SIZE",
+    "shared_namespaces": "N",
     "max_sessions": "N",
     "merge_threads": "N",
     "drain_timeout_s": "SECONDS",
@@ -89,6 +91,10 @@ def _size(value: object) -> object:
     return parse_size(value) if isinstance(value, str) else value
 
 
+def _size_or_none(value: object) -> object:
+    return 0 if value in ("0", 0) else _size(value)
+
+
 class Settings(BaseSettings):
     """The cache daemon of a GPU node: keeps the rows of stage workers in shared memory and completes their hits."""
 
@@ -103,6 +109,15 @@ class Settings(BaseSettings):
         default=DEFAULT_BUDGET,  # type: ignore[assignment]  # validated like any other value
         description="shared memory of all sessions together, in bytes or like 12GiB or 80%",
         ge=1,
+    )
+    shared_bytes: Annotated[int, BeforeValidator(_size_or_none)] = Field(
+        default=0,
+        description="shared memory of the blocks that replicas of a stage share, beside memory_budget, like 4GiB or "
+        "20%; 0: nothing is shared",
+        ge=0,
+    )
+    shared_namespaces: int = Field(
+        default=1, ge=1, le=64, description="equal parts of shared_bytes, one for each model and stage that shares"
     )
     max_sessions: int = Field(default=64, ge=1, le=4096, description="workers attached at once")
     merge_threads: int = Field(default=4, ge=1, le=64, description="merges of one session that may wait at once")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from stagecache_wire.geometry import MAX_KEYS, BadGeometryError, Geometry, KeySchema
 from stagecache_wire.messages import geometry_from_wire, geometry_to_wire, schema_from_wire, schema_to_wire
 from stagecache_wire.v1 import stagecache_pb2 as pb
+from stagecached.index import Namespace, UnsupportedHash
 from stagecached.keystore import KeyStore
 from stagecached.refusal import Refusal
 from stagecached.segments import SessionSegments
 from stagecached.session import AttachSpec, Session
+from stagecached.shared.manifest import namespace_of
 
 MAX_NAME_BYTES: Final = 512
 
@@ -59,6 +62,58 @@ def checked_schema(key: pb.KeySchema) -> KeySchema:
 
 def _bad_geometry(why: object) -> Refusal:
     return Refusal(pb.REASON_BAD_GEOMETRY, f"{why}.", "Correct the sizes that the worker asks for.")
+
+
+def joined_keys(session: Session, key_ids: Sequence[int]) -> dict[int, KeySchema]:
+    """The keys that a shared block is to consist of, by id; all that are open and confirmed where none is named.
+
+    Raises:
+        Refusal: a key that is not open, named twice or provisional; no key at all.
+    """
+    stores = session.segments.keys.copy()
+    for key_id in key_ids:
+        if key_id not in stores:
+            raise Refusal(pb.REASON_UNKNOWN_KEY, f"key id {key_id} is not open in this session.")
+    if len(set(key_ids)) != len(key_ids):
+        raise Refusal(pb.REASON_UNKNOWN_KEY, "a key is named twice.", "Name each key once.")
+    named = {key_id: stores[key_id].schema for key_id in key_ids or stores}
+    provisional = [schema.name for schema in named.values() if schema.provisional]
+    if key_ids and provisional:
+        raise Refusal(
+            pb.REASON_SCHEMA_MISMATCH,
+            f"key {provisional[0]} is provisional: it was only seen in pure decode steps, and may yet be given up.",
+            "Join again once a prefill has confirmed it.",
+        )
+    keys = {key_id: schema for key_id, schema in named.items() if not schema.provisional}
+    if not keys:
+        raise Refusal(pb.REASON_UNKNOWN_KEY, "no key is open that a block could consist of.", "Open its keys first.")
+    return keys
+
+
+def joined_namespace(session: Session, request: pb.JoinNamespaceRequest, keys: Iterable[KeySchema]) -> Namespace:
+    """The namespace that a session asks for, every field checked. Raises: Refusal."""
+    texts = (request.model_fingerprint, request.hash_algorithm, request.hash_seed, request.dtype)
+    if any(len(text.encode()) > MAX_NAME_BYTES for text in texts) or not request.model_fingerprint:
+        raise Refusal(
+            pb.REASON_BAD_GEOMETRY,
+            f"fingerprint, hash algorithm, seed and dtype have at most {MAX_NAME_BYTES} bytes each, and a fingerprint "
+            "must be given.",
+        )
+    try:
+        return namespace_of(
+            tuple(keys),
+            model_fingerprint=request.model_fingerprint,
+            hash_algorithm=request.hash_algorithm,
+            hash_seed=request.hash_seed,
+            stage=session.manifest.stage,
+            dtype=request.dtype,
+            block_size=session.segments.geometry.block_size,
+            tensor_parallel_size=request.tensor_parallel_size,
+        )
+    except UnsupportedHash as error:
+        raise Refusal(pb.REASON_UNSUPPORTED_HASH, f"{error}.") from error
+    except ValueError as error:
+        raise _bad_geometry(error) from error
 
 
 def open_key_response(segments: SessionSegments, store: KeyStore) -> pb.OpenKeyResponse:

@@ -28,6 +28,7 @@ from stagecache_wire.v1 import stagecache_pb2 as pb
 from stagecache_wire.v1 import stagecache_pb2_grpc as pb_grpc
 from stagecached.adoption import take_over
 from stagecached.auth import SERVICE, Tokens
+from stagecached.background import Background
 from stagecached.budget import Budget, mib
 from stagecached.config import Settings
 from stagecached.consumer import Consumer
@@ -38,6 +39,11 @@ from stagecached.ownership import RunDirectory
 from stagecached.peer import PeerServer
 from stagecached.service import StageCacheService
 from stagecached.sessions import ConsumerFactory, SessionManager
+from stagecached.shared.calls import SharedCalls
+from stagecached.shared.manager import SharedBlocks, StoreFactory
+from stagecached.shared.manifest import NamespaceManifests
+from stagecached.shared.owners import LeaseOwners
+from stagecached.shared.store import NamespaceStore
 from stagecached.stats import package_version, resident_bytes
 from stagecached.watch import WatchHub
 from stagecached.web.observatory import Observatory
@@ -53,27 +59,48 @@ log = structlog.get_logger()
 class Daemon:
     """Composes one daemon. Made and run on its event loop, once."""
 
-    def __init__(self, settings: Settings, directory: RunDirectory, make_consumer: ConsumerFactory = Consumer) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        directory: RunDirectory,
+        make_consumer: ConsumerFactory = Consumer,
+        make_store: StoreFactory = NamespaceStore,
+    ) -> None:
         paths = directory.paths
+        background = Background()
         self._settings = settings
         self._directory = directory
         self._boot_id = secrets.randbits(63) | 1
         self._manifests = ManifestStore(paths.sessions)
+        self._shared = SharedBlocks(
+            directory.node,
+            NamespaceManifests(paths.namespaces),
+            self._manifests,
+            background,
+            limit_bytes=settings.shared_bytes,
+            parts=settings.shared_namespaces,
+            make_store=make_store,
+        )
+        self._owners = LeaseOwners(directory.node, settings.access, self._shared.owner_gone)
         self._manager = SessionManager(
             directory.node,
             self._boot_id,
             budget=Budget(settings.memory_budget),
             manifests=self._manifests,
+            shared=self._shared,
             memory=KeyMemory(paths.directory / "keys.json"),
             hub=WatchHub(self._boot_id),
             access=settings.access,
+            background=background,
             max_sessions=settings.max_sessions,
             merge_threads=settings.merge_threads,
             make_consumer=make_consumer,
         )
         self._observatory = Observatory(self._manager, paths.socket)
+        if self._shared.is_on:
+            self._observatory.monitor.index = self._shared
         tokens = Tokens.at(paths.secret)
-        self._peer = PeerServer(paths.peer_socket, settings.access, tokens, self._manager, self._boot_id)
+        self._peer = PeerServer(paths.peer_socket, settings.access, tokens, self._manager, self._boot_id, self._owners)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._server = self._make_server(tokens)
         self._stop: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -89,8 +116,10 @@ class Daemon:
         await self._observatory.start(
             paths.http_socket, settings.access, settings.metrics_address, settings.metrics_port
         )
+        await self._shared.recover()
         found = await take_over(self._manager, self._manifests)
-        polling = loop.create_task(self._manager.liveness.poll())
+        self._shared.settle(lambda owner: self._manager.has(owner) or self._owners.is_alive(owner))
+        polling = [loop.create_task(watch.poll()) for watch in (self._manager.liveness, self._owners.liveness)]
         await self._serve()
         log.info(
             "ready",
@@ -105,7 +134,8 @@ class Daemon:
             resident_mib=mib(resident_bytes()),
         )
         keep = await self._stop
-        polling.cancel()
+        for task in polling:
+            task.cancel()
         await self._shut_down(keep=keep)
 
     async def _serve(self) -> None:
@@ -123,6 +153,8 @@ class Daemon:
         await self._peer.stop()
         await self._manager.stop(keep=keep, drain_s=self._settings.drain_timeout_s)
         await self._server.stop(CALLS_GRACE_S)
+        self._owners.close()
+        self._shared.stop(keep=keep)
         await self._observatory.stop()
         self._settings.paths.socket.unlink(missing_ok=True)
         self._directory.release(keep_sessions=keep)
@@ -148,14 +180,17 @@ class Daemon:
             ],
             maximum_concurrent_rpcs=MAX_CALLS,
         )
-        pb_grpc.add_StageCacheServicer_to_server(StageCacheService(self._manager), server)
+        calls = SharedCalls(self._shared, self._owners, self._manager.all, self._manager.background)
+        pb_grpc.add_StageCacheServicer_to_server(StageCacheService(self._manager, calls), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (pb.DESCRIPTOR.services_by_name["StageCache"].full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         return server
 
 
-def run(settings: Settings, make_consumer: ConsumerFactory = Consumer) -> None:
+def run(
+    settings: Settings, make_consumer: ConsumerFactory = Consumer, make_store: StoreFactory = NamespaceStore
+) -> None:
     """Run a daemon until it is told to stop.
 
     Raises:
@@ -170,7 +205,7 @@ def run(settings: Settings, make_consumer: ConsumerFactory = Consumer) -> None:
     directory = RunDirectory.claim(settings.paths, settings.access)
 
     async def main() -> None:
-        await Daemon(settings, directory, make_consumer).run()
+        await Daemon(settings, directory, make_consumer, make_store).run()
 
     try:
         uvloop.run(main())

@@ -46,6 +46,7 @@ class RunDirectory:
             _make_directory(paths.socket.parent, access, ours=False)
             _make_directory(paths.directory, access, ours=True)
             _make_directory(paths.sessions, Access(), ours=True)
+            _make_directory(paths.namespaces, Access(), ours=True)
         except OSError as error:
             raise StartError(
                 f"the run directory {paths.directory} cannot be used: {error.strerror}. Choose a --socket in a "

@@ -6,6 +6,7 @@ One JSON line in, one out, then the connection is closed:
     {"session_id": "...", "token": "...", "boot_id": ..., "worker_lock": "..."}
     {"error": "...", "reason": "ABI_MISMATCH", "remedy": "...", "facts": {...}}
 
+A scheduler that names its ``engine`` gets a lock too: it may hold leases on shared blocks, which end with its life.
 ``session_id`` and ``token`` of an earlier answer may be part of the question: a worker so makes a restarted daemon
 watch its life by pidfd again. The kernel says the peer's uid (SO_PEERCRED), its groups (SO_PEERGROUPS) and gives a
 pidfd of it (SO_PEERPIDFD, Linux 6.5); the pid in the line is for people.
@@ -41,15 +42,15 @@ _MAX_GROUPS: Final = 256
 log = structlog.get_logger()
 
 
-class WorkerRegistry(Protocol):
-    """What the socket needs of the daemon's sessions."""
+class ClientRegistry(Protocol):
+    """What the socket needs of the daemon's sessions, and of schedulers that may hold leases."""
 
     def issue(self, session_id: str, pidfd: int | None) -> Path:
-        """Expect a worker under this new id; its lock file is made. The pidfd is the registry's from here on."""
+        """Expect a client under this new id; its lock file is made. The pidfd is the registry's from here on."""
         ...
 
     def associate(self, session_id: str, pidfd: int | None) -> Path:
-        """Watch the life of a known session's worker by this pidfd, which is the registry's from here on.
+        """Watch the life of a known client by this pidfd, which is the registry's from here on.
 
         Raises:
             Refusal: UNKNOWN_SESSION; the pidfd is closed.
@@ -80,11 +81,21 @@ def peer_pidfd(connection: Any) -> int | None:
 class PeerServer:
     """Answers on the peer socket; runs on the event loop."""
 
-    def __init__(self, path: Path, access: Access, tokens: auth.Tokens, registry: WorkerRegistry, boot_id: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        access: Access,
+        tokens: auth.Tokens,
+        workers: ClientRegistry,
+        boot_id: int,
+        schedulers: ClientRegistry | None = None,
+    ) -> None:
+        """schedulers: of those that may hold leases; None where nobody may."""
         self._path = path
         self._access = access
         self._tokens = tokens
-        self._registry = registry
+        self._workers = workers
+        self._schedulers = schedulers
         self._boot_id = boot_id
         self._server: asyncio.AbstractServer | None = None
         self._connections = 0
@@ -167,8 +178,10 @@ class PeerServer:
             raise Refusal(pb.REASON_UNAUTHENTICATED, "the token does not belong to that session and role.")
         session_id = session_id or auth.new_session_id()
         lock: Path | None = None
-        if role == "worker":
-            register = self._registry.associate if known else self._registry.issue
+        leases = role == "scheduler" and question.get("engine")
+        registry = self._workers if role == "worker" else self._schedulers if leases else None
+        if registry is not None:
+            register = registry.associate if known else registry.issue
             lock = register(session_id, peer_pidfd(connection))
         log.info("handshake", session=session_id, role=role, pid=question.get("pid"), known=known)
         return {

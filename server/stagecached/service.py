@@ -25,6 +25,8 @@ from stagecached.peer import abi_mismatch
 from stagecached.refusal import Refusal
 from stagecached.session import Session, State
 from stagecached.sessions import SessionManager
+from stagecached.shared.calls import SharedCalls
+from stagecached.shared.manager import Off
 from stagecached.stats import package_version, resident_bytes, session_stats
 
 MAX_MERGE_WAIT_S: Final = 60.0
@@ -40,8 +42,10 @@ log = structlog.get_logger()
 class StageCacheService(pb_grpc.StageCacheServicer):
     """One instance a daemon, on its event loop."""
 
-    def __init__(self, manager: SessionManager) -> None:
+    def __init__(self, manager: SessionManager, calls: SharedCalls) -> None:
         self._manager = manager
+        self._shared = manager.shared
+        self._calls = calls
         self._hub = manager.hub
         self._started = time.monotonic()
 
@@ -97,7 +101,7 @@ class StageCacheService(pb_grpc.StageCacheServicer):
                 raise Refusal(
                     pb.REASON_DEADLINE,
                     f"waited {limit_s:.2f} s for record {sequence}; the log is consumed up to {consumed}.",
-                    "Repeat the merge: it may be asked for again.",
+                    "Repeat the call: it may be asked for again.",
                     {"sequence": sequence, "consumed": consumed},
                 )
             slice_s = min(left_s, MERGE_SLICE_S)
@@ -136,6 +140,48 @@ class StageCacheService(pb_grpc.StageCacheServicer):
             unknown=answer.unknown,
             consumed=answer.consumed,
         )
+
+    async def JoinNamespace(self, request: pb.JoinNamespaceRequest, context: Any) -> pb.JoinNamespaceResponse:
+        session = self._session(context)
+        with session.in_use():
+            await self._logged(session, request.sequence, context)
+            keys = convert.joined_keys(session, request.key_ids)
+            joined = await self._shared.join(session, convert.joined_namespace(session, request, keys.values()), keys)
+        if isinstance(joined, Off):
+            return pb.JoinNamespaceResponse(on=False, why=joined.why)
+        geometry = joined.store.geometry
+        return pb.JoinNamespaceResponse(
+            on=True,
+            namespace_id=joined.namespace_id,
+            num_blocks=geometry.num_blocks,
+            block_bytes=geometry.block_bytes,
+            generation=joined.members[session.session_id].generation,
+            cached_blocks=joined.store.counts()["cached"],
+        )
+
+    async def LookupBlocks(self, request: pb.LookupBlocksRequest, context: Any) -> pb.LookupBlocksResponse:
+        return await self._calls.lookup(_caller(context), request)
+
+    async def AcquireBlocks(self, request: pb.AcquireBlocksRequest, context: Any) -> pb.AcquireBlocksResponse:
+        caller = _caller(context)
+        if caller.role == "worker":
+            self._session(context)
+        return await self._calls.acquire(caller, request, self._manager.boot_id)
+
+    async def ReleaseBlocks(self, request: pb.ReleaseBlocksRequest, context: Any) -> pb.ReleaseBlocksResponse:
+        return self._calls.release(_caller(context), request)
+
+    async def PublishBlocks(self, request: pb.PublishBlocksRequest, context: Any) -> pb.PublishBlocksResponse:
+        session = self._session(context)
+        with session.in_use():
+            await self._logged(session, request.sequence, context)
+            return await self._calls.publish(session, request)
+
+    async def _logged(self, session: Session, sequence: int, context: Any) -> None:
+        """Wait until the log is consumed up to ``sequence``; 0: whatever it is."""
+        if sequence > session.segments.head:
+            raise _out_of_range(f"sequence {sequence} was not logged, the newest is {session.segments.head}.")
+        await self._wait_consumed(session, sequence, context.time_remaining())
 
     async def Reset(self, request: pb.ResetRequest, context: Any) -> pb.ResetResponse:
         """Schedulers are told, who make their engine forget and carry the epoch to the workers in order (R5).
@@ -179,6 +225,9 @@ class StageCacheService(pb_grpc.StageCacheServicer):
             uptime_s=time.monotonic() - self._started,
             resident_bytes=resident_bytes(),
             schedulers=self._hub.schedulers(),
+            namespaces=[space.stats() for space in self._shared.all()],
+            shared_limit_bytes=self._shared.limit_bytes,
+            shared_used_bytes=self._shared.used_bytes,
         )
 
     async def _session_stats(self, session: Session) -> pb.SessionStats | None:

@@ -40,6 +40,7 @@ from stagecached.refusal import Refusal
 from stagecached.segments import SessionSegments
 from stagecached.session import AttachSpec, Session, State, label_of, unknown_session
 from stagecached.session_keys import SessionKeys
+from stagecached.shared.manager import SharedBlocks
 from stagecached.watch import WatchHub
 
 MAX_EXPECTED: Final = 256
@@ -66,9 +67,11 @@ class SessionManager:
         *,
         budget: Budget,
         manifests: ManifestStore,
+        shared: SharedBlocks,
         memory: KeyMemory,
         hub: WatchHub,
         access: Access,
+        background: Background,
         max_sessions: int,
         merge_threads: int,
         make_consumer: ConsumerFactory = Consumer,
@@ -77,7 +80,8 @@ class SessionManager:
         self.boot_id = boot_id
         self.budget = budget
         self.hub = hub
-        self.background = Background()
+        self.shared = shared
+        self.background = background
         self.on_event: SessionEvent = lambda event, session, why: None
         self.liveness = Liveness(self._worker_died)
         self._keys = SessionKeys(budget, manifests, memory, access, self.background)
@@ -100,10 +104,13 @@ class SessionManager:
             raise unknown_session()
         return session
 
+    def has(self, session_id: str) -> bool:
+        return session_id in self._sessions
+
     def all(self) -> list[Session]:
         return list(self._sessions.values())
 
-    # ---------------------------------------------------------------- workers come (peer.WorkerRegistry)
+    # ---------------------------------------------------------------- workers come (peer.ClientRegistry)
 
     def issue(self, session_id: str, pidfd: int | None) -> Path:
         lock = SessionNames(self.node, session_id).worker_lock
@@ -305,6 +312,8 @@ class SessionManager:
         )
         self._sessions[session_id] = session
         self._expected.pop(session_id, None)
+        if adopted:
+            self.shared.adopt(session)
         consumer.start()
         self.on_event("adopted" if adopted else "attached", session, "")
         return session
@@ -349,6 +358,7 @@ class SessionManager:
 
         async with session.key_lock:
             await self.background.in_thread(remove)
+        self.shared.leave(session_id)
         self.hub.session_ended(session_id)
         self.on_event("ended", session, why)
         session.merges.shutdown(wait=False, cancel_futures=True)

@@ -49,6 +49,9 @@ def session_stats(session: Session) -> pb.SessionStats:
         unknown_rows=words[layout.D_UNKNOWN_ROWS],
         adopted=session.adopted,
         attached_unix_s=manifest.attached_unix_s,
+        engine=manifest.engine,
+        namespace_id="" if segments.shared is None else manifest.namespace,
+        generation=words[layout.D_SHARED_GENERATION],
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -22,7 +22,7 @@ from stagecache_wire.shm import PREFIX, SHM_DIRECTORY
 
 _NAME: Final = re.compile(
     rf"(?:sem\.)?{re.escape(PREFIX)}\.(?P<node>[0-9a-f]{{12}})"
-    rf"(?:\.(?P<session>[0-9a-f]{{16}})\.(?P<part>[a-z]+[0-9]*)|\.lock)"
+    rf"(?:\.(?P<session>[0-9a-f]{{16}})\.(?P<part>[a-z]+[0-9]*)|\.lock|(?P<shared>\.shared\.[0-9a-f]{{16}}))"
 )
 
 log = structlog.get_logger()
@@ -30,10 +30,11 @@ log = structlog.get_logger()
 
 @dataclass
 class NodeGroup:
-    """All files of one node: those of its sessions, by id."""
+    """All files of one node: those of its sessions, by id, and the segments of its shared blocks."""
 
     node: str
     sessions: dict[str, list[Path]] = field(default_factory=dict)
+    shared: list[Path] = field(default_factory=list)
 
 
 def node_groups(directory: Path = SHM_DIRECTORY) -> dict[str, NodeGroup]:
@@ -46,13 +47,16 @@ def node_groups(directory: Path = SHM_DIRECTORY) -> dict[str, NodeGroup]:
         group = groups.setdefault(match["node"], NodeGroup(match["node"]))
         if match["session"]:
             group.sessions.setdefault(match["session"], []).append(path)
+        elif match["shared"]:
+            group.shared.append(path)
     return groups
 
 
 def sweep_other_nodes(own_node: str, directory: Path = SHM_DIRECTORY) -> int:
     """Remove what dead daemons of other run directories left. Returns the number of files removed.
 
-    A session whose worker still lives is kept, and its node's lock file with it: the next sweep looks again.
+    A session whose worker still lives is kept, and its node's shared blocks and lock file with it: a daemon may come
+    back for them, and the next sweep looks again.
     """
     removed = 0
     for node, group in node_groups(directory).items():
@@ -66,6 +70,8 @@ def sweep_other_nodes(own_node: str, directory: Path = SHM_DIRECTORY) -> int:
             count = sweep_session(node, session_id, directory)
             kept = kept or count is None
             removed += count or 0
+        if not kept:
+            removed += remove_shared_files(node, directory)
         lock.release(unlink=not kept)
         removed += 0 if kept else 1
     return removed
@@ -98,6 +104,19 @@ def remove_session_files(
             continue
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
+            removed += 1
+    return removed
+
+
+def remove_shared_files(node: str, directory: Path = SHM_DIRECTORY, *, keep: Collection[str] = ()) -> int:
+    """Unlink the segments of a node's shared blocks, but those named in ``keep``; the caller holds the node's lock.
+
+    Returns the number of files removed.
+    """
+    removed = 0
+    for path in node_groups(directory).get(node, NodeGroup(node)).shared:
+        if path.name not in keep:
+            path.unlink(missing_ok=True)
             removed += 1
     return removed
 

@@ -14,7 +14,8 @@ from stagecache_wire.v1 import stagecache_pb2 as pb
 
 Kind = Literal["counter", "gauge", "histogram"]
 
-METHODS: Final = ("Attach", "OpenKey", "Merge", "Lookup", "Reset", "Stats", "Detach")
+SHARED_METHODS: Final = ("JoinNamespace", "LookupBlocks", "AcquireBlocks", "ReleaseBlocks", "PublishBlocks")
+METHODS: Final = ("Attach", "OpenKey", "Merge", "Lookup", "Reset", "Stats", "Detach", *SHARED_METHODS)
 REASONS: Final = tuple(name.removeprefix("REASON_").lower() for name in pb.Reason.keys())  # noqa: SIM118
 SESSION_STATES: Final = ("live", "failed")
 SESSION_EVENTS: Final = ("attached", "adopted", "failed", "detached", "worker_dead")

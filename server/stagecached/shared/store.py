@@ -94,6 +94,8 @@ class NamespaceStore:
         self.lock = threading.Lock()
         self.generations: dict[int, int] = {}
         """Members of each generation that has any."""
+        self.settled = True
+        """False while a starting daemon has not found all members yet: nothing is unreachable before that."""
         self.used_ns = clock()
         self._words = segment.words
         self._digest_word = hash_words(segment.geometry.digest)[0]
@@ -272,6 +274,8 @@ class NamespaceStore:
         """Take the content of blocks whose generation nobody is in and nobody can join; a block that is held keeps its
         memory until it is given back. Under the lock.
         """
+        if not self.settled:
+            return
         reachable = np.array([self.base_generation, *self.generations], np.uint64)
         headers = self.segment.headers
         ids = np.flatnonzero((headers[:, layout.B_SEAL] != 0) & ~np.isin(headers[:, layout.B_GENERATION], reachable))
