@@ -52,6 +52,7 @@ from stagecache.policy import ModelCachePolicy
 from stagecache.requests import NO_END, RequestTable
 from stagecache.saver import StepSaver
 from stagecache.session import Session
+from stagecache.sharing import BlockSharing, Joined, Namespace
 from stagecache.step import BatchView
 from stagecache_wire.geometry import Geometry, KeySchema
 
@@ -107,6 +108,8 @@ class StageCache:
         self._in_flight: set[int] = set()
         self._next_step_id = 1
         self._plan: StepPlan | None = None
+        self._sharing: BlockSharing | None = None
+        """Once a namespace was joined."""
         self._closed = False
 
     @classmethod
@@ -185,14 +188,20 @@ class StageCache:
         """
         begun = time.perf_counter_ns()
         self._abandon()
-        self._saver.epochs.follow(getattr(scheduler_output, "stagecache_epoch", None))
+        epoch = getattr(scheduler_output, "stagecache_epoch", None)
+        if epoch is None:
+            self._saver.epochs.follow(None)
+        else:
+            self._saver.epochs.follow(epoch, getattr(scheduler_output, "stagecache_model", None))
         with self._lock:
             plan = self._planner.plan(scheduler_output, self._next_step_id - 1)
         self._plan = plan
         if plan.ended:
             self._saver.flush_ended(plan.ended, plan.finished)
-        if plan.hits:
-            self._saver.begin_hits(plan.hits)
+        if self._sharing is not None:
+            self._sharing.begin(scheduler_output, plan)
+        if plan.hits and (self.session.away or not self._saver.epochs.unlogged):
+            self._saver.begin_hits(plan.hits)  # Behind something that the log does not know, nothing may be read.
         self.counters.phase_ns["begin"] += time.perf_counter_ns() - begun
         if plan.error is not None:
             raise plan.error
@@ -216,16 +225,53 @@ class StageCache:
                 return
         self._saver.epochs.lose(runs)
 
-    def reset(self, cause: str = "") -> int:
+    def reset(self, cause: str = "", *, same_model: bool = False) -> int:
         """Begin a new epoch: nothing saved before is readable after (R5). Engine thread. Returns the epoch.
+
+        same_model: the model computes the rows that it computed before. Otherwise what other replicas share is not
+        this session's any more, until it joins again.
 
         Rows of hits that were gathered before stay good; steps saved before may still be materialized. The engine keeps
         its block hashes: hits on them fail from now on, unless its prefix cache is reset too (`stagecache reset`).
         """
         logger.info("stagecache: new epoch of stage %s: %s", self.session.stage, cause or "asked for")
+        self._saver.epochs.model_may_differ |= not same_model
         epoch = self._saver.epochs.reset()
         self._export.refresh(len(self._steps))
         return epoch
+
+    # ---------------------------------------------------------- shared blocks
+
+    def join_namespace(self, namespace: Namespace) -> Joined:
+        """Share full blocks with the replicas of this stage on the node: from now on ``publish`` and ``fill`` work, and
+        what scheduler outputs say of blocks is followed (``stagecache.sharing``). Engine thread; the answer says
+        whether the daemon shares at all. It stays joined when the daemon is restarted.
+
+        Joining says that the model is, now, what ``namespace`` names. A reset takes that back but where it is told that
+        the model is the same; then join again, with what names the model of then. Blocks have the keys that are open
+        and confirmed now.
+
+        Raises:
+            UnsupportedHashError: a hash algorithm that may collide.
+            StageCacheError: refused, or the daemon does not answer.
+        """
+        joined = self._saver.sharing.join(namespace)
+        self._sharing = self._saver.sharing if joined.on else None
+        return joined
+
+    def publish(self, blocks: Sequence[tuple[int, bytes]]) -> int:
+        """Offer full blocks to the node, as (block id, 32-byte hash): rows of all keys must have been saved, deferred
+        ones flushed. A block of which a row is not there is not kept. Engine thread; returns how many were logged, 0
+        where no namespace is joined.
+        """
+        return self._saver.sharing.publish(blocks)
+
+    def fill(self, blocks: Sequence[tuple[int, bytes]]) -> int:
+        """Give blocks the rows that the node keeps for their hashes, before new_step_starts of a step that hits them.
+        A block whose hash is not kept is UNKNOWN for every key: a hit on it raises UnreadableHitError. Engine thread;
+        returns how many were logged; the others are UNKNOWN too.
+        """
+        return self._saver.sharing.fill(blocks)
 
     # ------------------------------------------------------------------- save
 

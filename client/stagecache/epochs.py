@@ -8,24 +8,28 @@ from __future__ import annotations
 
 from stagecache.counters import Counters
 from stagecache.deferred import DeferredRows
-from stagecache.engine_resets import EngineResets
+from stagecache.engine_resets import NOT_LOGGED, ROWS_LOST, EngineResets
 from stagecache.errors import StageCacheError
 from stagecache.session import Session
 from stagecache.slots import Runs, count_slots
-from stagecache_wire.records import Kind, Record
+from stagecache_wire.records import NO_PAGE, SAME_MODEL, Kind, Record
 
 
 class Epochs:
     """Lost steps and resets of one session. Engine thread only.
 
     unlogged: something happened that the log does not know; the next record must be a RESET.
+    model_may_differ: since the last RESET something happened after which the model may compute other rows; then what
+        replicas share is not this session's any more.
 
     Where a scheduler-side shim is there, the engine is asked to forget its hashes after each loss.
     """
 
     def __init__(self, session: Session, deferred: DeferredRows, counters: Counters) -> None:
         self.unlogged = False
+        self.model_may_differ = False
         self._engine_epoch: int | None = None
+        self._engine_model = 0
         self._session = session
         self._resets = EngineResets(session.rpc, session.stage)
         self._deferred = deferred
@@ -40,24 +44,28 @@ class Epochs:
             self._session.append(Record(0, Kind.LOST, rows=count_slots(runs), unit_runs=runs.ndim == 1, runs=runs))
         except StageCacheError:
             self.unlogged = True
-        self._ask_engine("rows of a step were lost")
+        self._ask_engine(ROWS_LOST)
 
-    def follow(self, engine_epoch: int | None) -> None:
+    def follow(self, engine_epoch: int | None, engine_model: int | None = None) -> None:
         """Begin a new epoch before anything else of a step is logged, where one is due: the engine forgot its prefix
         cache, steps were not logged during an outage that is over, or an operator insists.
 
-        engine_epoch: what the scheduler-side shim put on the scheduler output; None where there is none.
+        engine_epoch: what the scheduler-side shim put on the scheduler output; None where there is none. engine_model:
+        likewise; another number than before says that the model may be another one.
         """
         session = self._session
         if engine_epoch is not None:
             if engine_epoch > (self._engine_epoch or 0):
                 self.unlogged = True
+                if engine_model is None or engine_model != self._engine_model:
+                    self.model_may_differ = True
             self._engine_epoch = engine_epoch
+            self._engine_model = engine_model or 0
         if session.watcher.reset_cause is not None:
             session.watcher.reset_cause = None
-            self.unlogged = True
+            self.unlogged = self.model_may_differ = True
         if session.away and session.returned() and self.unlogged:
-            self._ask_engine("steps were not logged while the daemon was away")
+            self._ask_engine(NOT_LOGGED)
         if self.unlogged and not session.away:
             self.reset()
 
@@ -69,11 +77,12 @@ class Epochs:
         """Begin a new epoch: nothing saved before is readable after (R5). Returns the epoch."""
         self._deferred.drop_all()
         try:
-            self._session.append(Record(0, Kind.RESET, rows=self._session.epoch + 1))
+            model = NO_PAGE if self.model_may_differ else SAME_MODEL
+            self._session.append(Record(0, Kind.RESET, page=model, rows=self._session.epoch + 1))
         except StageCacheError:
             self.unlogged = True
             return self._session.epoch
-        self.unlogged = False
+        self.unlogged = self.model_may_differ = False
         self._session.epoch += 1
         self._counters.resets += 1
         return self._session.epoch

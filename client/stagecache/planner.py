@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ class StepPlan:
     """One step between new_step_starts and its save.
 
     source: the scheduler output. ended: requests that finished or were preempted, whose open rows are to be written.
-    error: raised once everything else of the step was noted.
+    error: raised once everything else of the step was noted. publish: (block id, hash) pairs that its save makes full.
     """
 
     source: Any
@@ -28,6 +29,7 @@ class StepPlan:
     finished: list[str] = field(default_factory=list)
     hits: list[Hit] = field(default_factory=list)
     error: StageCacheError | None = None
+    publish: Sequence[tuple[int, bytes]] = ()
 
 
 class StepPlanner:

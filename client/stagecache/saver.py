@@ -24,6 +24,7 @@ from stagecache.merge import SavedStep
 from stagecache.pages import FlushPages, PageUse, StepPages
 from stagecache.planner import StepPlan
 from stagecache.session import Session
+from stagecache.sharing import BlockSharing
 from stagecache.writes import Write, WriteState
 from stagecache_wire.records import U32, KeyMode, Record, key_words
 
@@ -54,6 +55,7 @@ class StepSaver:
             gpu_staging_bytes, device, self._claim_flush_page, session.append, self._flush_logged
         )
         self.epochs = Epochs(session, self.deferred, counters)
+        self.sharing = BlockSharing(session, keys, self.epochs)
         self._lock = lock
         self._device = device
         self._block_size = session.geometry.block_size
@@ -173,6 +175,8 @@ class StepSaver:
             )
             if clones:
                 self._add_deferred(batch, clones, page.sequence)
+            if plan.publish:  # Never before the record whose rows it speaks of.
+                self.sharing.publish(plan.publish)
         if self.epochs.unlogged:
             self._spoil(plan, batch)
         elif plan.hits:

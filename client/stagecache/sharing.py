@@ -1,0 +1,172 @@
+"""Node-shared blocks, worker side: what a session says of its full blocks, and which blocks it takes from the node.
+
+    cache.join_namespace(Namespace(model_fingerprint, hash_algorithm, hash_seed, dtype))
+    cache.publish([(block_id, block_hash), ...])    blocks that the last saved step made full
+    cache.fill([(block_id, block_hash), ...])       blocks whose KV came from elsewhere, before the step that hits them
+
+Both are records of the log, so they stand in its order: a PUBLISH behind the SAVE whose rows it speaks of, a FILL
+before the gathers that read its blocks. Where a scheduler-side shim is there, it says both on the scheduler output and
+the cache logs them by itself:
+
+    stagecache_published    dict of request id to (block id, hash) pairs that this step makes full
+    stagecache_fill         (block id, hash) pairs
+
+Nothing here may cost a step: what cannot be published is not shared, and blocks whose fill cannot be logged are lost
+like the rows of a step (W8), so that hits on them fail and never show an older tenant's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import numpy as np
+
+from stagecache.errors import StageCacheError
+from stagecache_wire.records import Kind, Record
+from stagecache_wire.v1 import stagecache_pb2 as pb
+
+if TYPE_CHECKING:
+    from stagecache.epochs import Epochs
+    from stagecache.keys import KeyBook
+    from stagecache.planner import StepPlan
+    from stagecache.session import Session
+
+NamedBlock: TypeAlias = tuple[int, bytes]
+"""A block id of the engine, and the 32-byte hash of the content up to the block's end."""
+
+BLOCKS_A_RECORD: Final = 512
+"""Most blocks of one record, so that none keeps the daemon from other work for long."""
+JOIN_TIMEOUT_S: Final = 120.0
+"""The first session to join has the daemon prefault the namespace's memory, about a second a GiB."""
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """What, beside the session's stage, keys and block size, must be equal for rows to be equal.
+
+    model_fingerprint: names the weights and the configuration that rows depend on. hash_algorithm: the engine's, sha256
+    or sha256_cbor. hash_seed: of the first block's parent. dtype: the model's compute dtype.
+    tensor_parallel_size: ranks that share the computation.
+    """
+
+    model_fingerprint: str
+    hash_algorithm: str
+    hash_seed: str
+    dtype: str
+    tensor_parallel_size: int = 1
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The daemon's answer. on: blocks are shared; else ``why`` they are not. num_blocks: that the namespace can keep.
+    cached_blocks: that it keeps now. block_bytes: rows of one, all keys. namespace_id: 64 hex digits.
+    """
+
+    on: bool
+    why: str = ""
+    namespace_id: str = ""
+    num_blocks: int = 0
+    block_bytes: int = 0
+    cached_blocks: int = 0
+    generation: int = 0
+
+
+class BlockSharing:
+    """Logs PUBLISH and FILL records of one session. Engine thread only."""
+
+    def __init__(self, session: Session, keys: KeyBook, epochs: Epochs) -> None:
+        self._session = session
+        self._keys = keys
+        self._epochs = epochs
+        self._on = False
+        self._held: dict[str, list[NamedBlock]] = {}
+
+    @property
+    def on(self) -> bool:
+        """Whether the session has joined a namespace."""
+        return self._on
+
+    def join(self, namespace: Namespace) -> Joined:
+        """See ``StageCache.join_namespace``."""
+        answer = self._session.rpc.join_namespace(
+            pb.JoinNamespaceRequest(
+                model_fingerprint=namespace.model_fingerprint,
+                hash_algorithm=namespace.hash_algorithm,
+                hash_seed=namespace.hash_seed,
+                dtype=namespace.dtype,
+                tensor_parallel_size=namespace.tensor_parallel_size,
+                sequence=self._session.log.head,
+            ),
+            JOIN_TIMEOUT_S,
+        )
+        self._on = answer.on
+        return Joined(
+            answer.on,
+            answer.why,
+            answer.namespace_id,
+            answer.num_blocks,
+            answer.block_bytes,
+            answer.cached_blocks,
+            answer.generation,
+        )
+
+    def begin(self, output: Any, plan: StepPlan) -> None:
+        """What the scheduler output of a step says of shared blocks. Behind the flushes of requests that ended, before
+        any gather of the step.
+        """
+        if self._held:
+            for req_id in plan.ended:
+                self.publish(self._held.pop(req_id, ()))
+        blocks = getattr(output, "stagecache_fill", None)
+        if blocks:
+            self.fill(blocks)
+        published: dict[str, list[NamedBlock]] | None = getattr(output, "stagecache_published", None)
+        if not published:
+            return
+        if self._keys.policy.deferred_keys:  # Their rows come with a flush, at the end of the request at the latest.
+            for req_id, full in published.items():
+                self._held.setdefault(req_id, []).extend(full)
+        else:
+            plan.publish = [block for full in published.values() for block in full]
+
+    def publish(self, blocks: Iterable[NamedBlock]) -> int:
+        """Log which blocks are full, under which hashes; how many were logged. What cannot be logged is not shared."""
+        if not self._on or self._epochs.unlogged or self._keys.refused:
+            return 0  # Rows of a refused key are nowhere: a block without them is not what the model gave.
+        logged = 0
+        for record in _records(Kind.PUBLISH, list(blocks)):
+            try:
+                self._session.append(record)
+            except StageCacheError:
+                break
+            logged += record.rows
+        return logged
+
+    def fill(self, blocks: Iterable[NamedBlock]) -> int:
+        """Have the daemon fill blocks with the rows that the node keeps under their hashes; how many were logged.
+
+        The others, where there are any, are lost (W8).
+        """
+        blocks = list(blocks)
+        logged = 0
+        try:
+            for record in _records(Kind.FILL, blocks) if self._on else ():
+                self._session.append(record)
+                logged += record.rows
+        except StageCacheError:
+            pass
+        if logged < len(blocks):
+            size = self._session.geometry.block_size
+            self._epochs.lose(np.array([(block * size, size) for block, _ in blocks[logged:]], np.uint32))
+            if self._epochs.unlogged and not self._session.away:
+                self._epochs.reset()
+        return logged
+
+
+def _records(kind: Kind, blocks: Sequence[NamedBlock]) -> list[Record]:
+    return [
+        Record.of_blocks(kind, blocks[first : first + BLOCKS_A_RECORD])
+        for first in range(0, len(blocks), BLOCKS_A_RECORD)
+    ]
