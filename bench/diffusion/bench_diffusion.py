@@ -39,8 +39,8 @@ def render(workload: Workload, figures: Mapping[str, Figures]) -> str:
     """One table."""
     lines = [
         f"{workload.name}: {workload.what}",
-        f"  {'mode':<16}{'tokens':>8}{'hit blocks':>12}{'latency ms':>26}{'requests/s':>12}"
-        f"{'CPU ms':>26}{'CPU / dense':>22}{'CPU / paged':>22}",
+        f"  {'mode':<16}{'tokens':>8}{'hit blocks':>12}{'latency ms':>26}{'requests/s':>12}{'CPU ms':>26}"
+        + f"{'CPU / dense':>22}{'CPU / paged':>22}",
     ]
     for name, mode in figures.items():
         wall = Spread.of([1000 * value for value in mode.wall_s])

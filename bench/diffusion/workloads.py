@@ -12,7 +12,7 @@ from examples.small_dit import ImageRequest, SmallDiTConfig
 WARM_UPS, MEASURED = 2, 8
 GUIDANCE, STEPS, SEED = 2.5, 8, 42
 
-MODEL = SmallDiTConfig(layers=6, width=256, heads=4, target=(8, 8), tile=32)
+MODEL = SmallDiTConfig(layers=4, width=192, heads=4, target=(8, 8), tile=32)
 BLOCK_SIZE = 32
 IMAGE_PIXELS = 64
 """A reference image of 64 x 64 pixels is 256 tokens."""

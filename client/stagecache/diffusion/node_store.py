@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +27,9 @@ from stagecache.diffusion.pages import BlockTable, KVPages
 from stagecache.errors import StageCacheError
 from stagecache.mapping import dtype_name
 from stagecache.policy import ModelCachePolicy
+from stagecache.sharing import NamedBlock, Namespace
 from stagecache.step import NewRequest, SchedulerStep
 from stagecache_wire.geometry import Geometry, KeySchema
-from stagecache_wire.records import Kind, Record
 from stagecache_wire.v1 import stagecache_pb2 as pb
 
 logger = logging.getLogger("stagecache")
@@ -107,23 +108,12 @@ class NodeStore:
             StageCacheError: the daemon refused, or went away.
         """
         self._fingerprint = fingerprint
+        joined = self._cache.join_namespace(Namespace(fingerprint, "sha256_cbor", HASH_SEED, self._dtype))
         session = self._cache.session
-        answer = session.rpc.join_namespace(
-            pb.JoinNamespaceRequest(
-                model_fingerprint=fingerprint,
-                hash_algorithm="sha256_cbor",
-                hash_seed=HASH_SEED,
-                dtype=self._dtype,
-                tensor_parallel_size=1,
-                key_ids=[key.key_id for key in session.keys],
-                sequence=session.log.head,
-            ),
-            CALL_TIMEOUT_S,
-        )
         self._joined_epoch = session.epoch
-        self.on = answer.on
-        if not answer.on:
-            logger.warning("stagecache: the node keeps no prefix blocks for stage %s: %s", session.stage, answer.why)
+        self.on = joined.on
+        if not joined.on:
+            logger.warning("stagecache: the node keeps no prefix blocks for stage %s: %s", session.stage, joined.why)
 
     def acquire(self, request_id: str, rows: Sequence[Sequence[bytes]]) -> list[int]:
         """How many leading hashes of each row the node has; held until ``release``, or this process' end.
@@ -172,10 +162,10 @@ class NodeStore:
             StageCacheError: one of them could not be had; pages may have been written in part.
         """
         for part in self._parts(hits):
-            blocks = list(range(len(part)))
-            self._cache.session.append(Record.of_blocks(Kind.FILL, list(zip(blocks, part.values(), strict=True))))
-            name = self._window.show(request_id, blocks, computed=len(blocks) * pages.block_size)
-            self._begin(name, blocks, computed=len(blocks) * pages.block_size, scheduled=0)
+            slots = list(range(len(part)))
+            count = len(slots) * pages.block_size
+            name = self._window.show(request_id, slots, computed=count)
+            self._begin(name, slots, computed=count, scheduled=0, fill=list(zip(slots, part.values(), strict=True)))
             step = self._cache.save_outputs(None, {}, num_tokens_unpadded=0, num_tokens_padded=0)
             rows = self._cache.materialize(step, [name]).mm_outputs
             table = BlockTable(list(part))
@@ -192,17 +182,18 @@ class NodeStore:
         """
         if not self.on:
             return 0
+        published = 0
         for part in self._parts(blocks):
             slots = list(range(len(part)))
-            name = self._window.show(request_id, slots, computed=0)
             count = len(slots) * pages.block_size
+            name = self._window.show(request_id, slots, computed=0)
             self._begin(name, slots, computed=0, scheduled=count)
             table = BlockTable(list(part))
             rows = {key: pages.read(layer, table, len(part)) for layer, key in enumerate(self._keys)}
             step = self._cache.save_outputs(None, rows, num_tokens_unpadded=count, num_tokens_padded=count)
             self._cache.discard_step(step)
-            self._cache.session.append(Record.of_blocks(Kind.PUBLISH, list(zip(slots, part.values(), strict=True))))
-        return len(blocks)
+            published += self._cache.publish(list(zip(slots, part.values(), strict=True)))
+        return published
 
     def wait(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Return once the node has done everything that was handed to it; for tests and measurements.
@@ -223,16 +214,27 @@ class NodeStore:
         for start in range(0, len(items), size):
             yield dict(items[start : start + size])
 
-    def _begin(self, name: str, blocks: list[int], *, computed: int, scheduled: int) -> None:
+    def _begin(
+        self, name: str, blocks: list[int], *, computed: int, scheduled: int, fill: Sequence[NamedBlock] = ()
+    ) -> None:
         """A step of one request, which is all that the window holds; the one before ends with it."""
         counts = {name: scheduled} if scheduled else {}
         request = NewRequest(name, computed, blocks)
-        self._cache.new_step_starts(SchedulerStep(counts, [request], finished_req_ids=self._window.take_ended()))
+        self._cache.new_step_starts(
+            TransferStep(counts, [request], finished_req_ids=self._window.take_ended(), stagecache_fill=fill)
+        )
 
     def _rejoin(self) -> None:
         """Join again where a new epoch took the last join back: the model is still what it was."""
         if self._cache.session.epoch != self._joined_epoch:
             self.join(self._fingerprint)
+
+
+@dataclass
+class TransferStep(SchedulerStep):
+    """A step that says which of its blocks the node fills first."""
+
+    stagecache_fill: Sequence[NamedBlock] = ()
 
 
 class Window:
