@@ -37,11 +37,9 @@ MOST_OVERHEAD = 1.02
 
 def render(workload: Workload, figures: Mapping[str, Figures]) -> str:
     """One table."""
-    lines = [
-        f"{workload.name}: {workload.what}",
-        f"  {'mode':<16}{'tokens':>8}{'hit blocks':>12}{'latency ms':>26}{'requests/s':>12}{'CPU ms':>26}"
-        + f"{'CPU / dense':>22}{'CPU / paged':>22}",
-    ]
+    header = f"  {'mode':<16}{'tokens':>8}{'hit blocks':>12}{'latency ms':>26}{'requests/s':>12}{'CPU ms':>26}"
+    header += f"{'CPU / dense':>22}{'CPU / paged':>22}"
+    lines = [f"{workload.name}: {workload.what}", header]
     for name, mode in figures.items():
         wall = Spread.of([1000 * value for value in mode.wall_s])
         cpu = Spread.of([1000 * value for value in mode.cpu_s])
