@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from modes import DENSE, Mode
-from workloads import MEASURED, WARM_UPS, Workload
 
+from bench.diffusion.modes import DENSE, Mode
+from bench.diffusion.workloads import MEASURED, WARM_UPS, Workload
 from stagecache.diffusion.counts import DiffusionCounts
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from workloads import BLOCK_SIZE
 
+from bench.diffusion.workloads import BLOCK_SIZE
 from examples.small_dit import MODEL_NAME, SmallDiT
 from stagecache.diffusion import DiffusionConfig, DiffusionStage, NodeStore
 

@@ -1,7 +1,7 @@
 """Dense, paged, and paged with prefix caching, side by side on the small DiT and a daemon of the bench's own.
 
     make bench-diffusion
-    python bench/diffusion/bench_diffusion.py [--rounds N] [--json FILE]
+    python -m bench.diffusion [--rounds N] [--json FILE]
 
 Every workload is two warm-ups and eight measured requests a round: guidance 2.5 (two rows), 8 denoise steps, seed 42.
 The modes take turns request by request, in an order that rotates; outputs are compared bit by bit as it goes. Times
@@ -25,10 +25,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from measure import Figures, Spread, ratio, run
-from modes import DENSE, PAGED, PREFIX, all_modes, threads
-from workloads import BLOCK_SIZE, MODEL, WORKLOADS, Workload
 
+from bench.diffusion.measure import Figures, Spread, ratio, run
+from bench.diffusion.modes import DENSE, PAGED, PREFIX, all_modes, threads
+from bench.diffusion.workloads import BLOCK_SIZE, MODEL, WORKLOADS, Workload
 from examples.small_dit import SmallDiT
 from stagecache.local_daemon import LocalDaemon
 
