@@ -9,7 +9,8 @@ are medians with quartiles over all measured requests; a ratio is taken request 
 requests by the sum of their times.
 
 The exit status is 1 where distinct prompts cost more than 2 % with prefix caching, or the full prefix is not faster.
-The verdicts are on the worker thread's CPU time, which other processes do not lengthen; wall time stands beside it.
+The verdicts are on the worker thread's CPU time, which other processes lengthen least; wall time stands beside it.
+"paged again" is a second stage like "paged": what it differs by is noise, and within twice its error nothing is said.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 import torch
 
 from bench.diffusion.measure import Figures, Spread, ratio, run
-from bench.diffusion.modes import DENSE, PAGED, PREFIX, all_modes, threads
+from bench.diffusion.modes import AGAIN, DENSE, PAGED, PREFIX, all_modes, threads
 from bench.diffusion.workloads import BLOCK_SIZE, MODEL, WORKLOADS, Workload
 from examples.small_dit import SmallDiT
 from stagecache.local_daemon import LocalDaemon
@@ -48,23 +49,36 @@ def render(workload: Workload, figures: Mapping[str, Figures]) -> str:
             f"{len(mode.wall_s) / sum(mode.wall_s):>12.2f}{cpu.text():>26}"
             f"{ratio(mode, figures[DENSE], cpu=True).text(3):>22}{ratio(mode, figures[PAGED], cpu=True).text(3):>22}"
         )
-    fewer = 1 - figures[PREFIX].tokens / figures[PAGED].tokens
+    tokens = 1 - figures[PREFIX].tokens / figures[PAGED].tokens
+    rows = 1 - figures[PREFIX].rows / figures[PAGED].rows
     wall_gain, cpu_gain = ratio(figures[PREFIX], figures[PAGED]), ratio(figures[PREFIX], figures[PAGED], cpu=True)
     lines.append(
-        f"  with prefix caching {100 * fewer:.1f} % fewer tokens, {100 * (1 - cpu_gain.median):.1f} % less CPU time, "
-        f"{100 * (1 - wall_gain.median):.1f} % less latency"
+        f"  with prefix caching {100 * tokens:.1f} % fewer tokens, {100 * rows:.1f} % fewer rows in tiles, "
+        f"{100 * (1 - cpu_gain.median):.1f} % less CPU time, {100 * (1 - wall_gain.median):.1f} % less latency"
     )
     return "\n".join(lines)
 
 
-def verdicts(figures: Mapping[str, Mapping[str, Figures]]) -> list[tuple[str, bool]]:
-    """What is promised, and whether it was seen."""
+def verdicts(figures: Mapping[str, Mapping[str, Figures]]) -> list[tuple[str, str]]:
+    """What is promised, and what was seen: ok, MISSED, or undecided where noise is as large as what is looked for."""
     full, distinct = figures["full prefix"], figures["distinct prompts"]
-    gain = ratio(full[PREFIX], full[PAGED], cpu=True).median
-    cost = ratio(distinct[PREFIX], distinct[PAGED], cpu=True).median
+    gain = ratio(full[PREFIX], full[PAGED], cpu=True)
+    cost = ratio(distinct[PREFIX], distinct[PAGED], cpu=True)
+    noise = ratio(distinct[AGAIN], distinct[PAGED], cpu=True)
+    own = Spread.of([a / b for a, b in zip(distinct[PREFIX].own_cpu_s, distinct[PAGED].cpu_s, strict=True)])
+    within = "ok" if cost.median <= MOST_OVERHEAD else "MISSED"
+    if abs(cost.median - MOST_OVERHEAD) < 2 * max(cost.error, noise.error):
+        within = "undecided"
     return [
-        (f"the full prefix is faster with prefix caching: {gain:.3f} of the time", gain < 1),
-        (f"distinct prompts cost at most 2 % more: {cost:.3f} of the time", cost <= MOST_OVERHEAD),
+        (
+            f"the full prefix is faster with prefix caching: {gain.text(3)} of the time",
+            "ok" if gain.high < 1 else "MISSED",
+        ),
+        (f"distinct prompts cost at most 2 % more: {cost.text(3)} of the time; paged again {noise.text(3)}", within),
+        (
+            f"prefix caching's own work on the worker's thread then takes {100 * own.median:.2f} % of the time",
+            "ok" if own.high <= MOST_OVERHEAD - 1 else "MISSED",
+        ),
     ]
 
 
@@ -94,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = verdicts(figures)
     print()
     for text, met in results:
-        print(f"{'ok    ' if met else 'MISSED'} {text}")
+        print(f"{met:<10}{text}")
     if options.json:
         report = {
             "python": platform.python_version(),
@@ -106,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "verdicts": results,
         }
         options.json.write_text(json.dumps(report, indent=1))
-    return 0 if all(met for _, met in results) else 1
+    return 1 if any(met == "MISSED" for _, met in results) else 0
 
 
 if __name__ == "__main__":

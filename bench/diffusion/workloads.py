@@ -38,7 +38,7 @@ def _request(number: int, image: int) -> ImageRequest:
         steps=STEPS,
         seed=SEED,
         vae_seed=SEED,
-        system=f"Paint what is asked for, keep what the reference shows. {image:08d}",
+        system=f"{image:08d}. Paint what is asked for, and keep what the reference shows.",
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from examples.small_dit.layout import RowLayout, lay_out
 from examples.small_dit.model import SmallDiT
 from examples.small_dit.request import ImageRequest
@@ -18,7 +20,8 @@ class SmallDiTHook:
 
     def __init__(self, model: SmallDiT) -> None:
         self._config = model.config
-        self.fingerprint = f"{MODEL_NAME} {model.config.text} {model.weights_digest()}"
+        # Another torch may sum in another order: its KV is as good, and not the same.
+        self.fingerprint = f"{MODEL_NAME} {model.config.text} {model.weights_digest()} torch {torch.__version__}"
 
     def identify(self, request: ImageRequest) -> Sequence[PrefixIdentity]:
         """One identity a CFG row.

@@ -64,7 +64,7 @@ class Transformer:
     """All layers.
 
     Attributes:
-        computed_tokens: tokens that passed through the layers so far, counted at each tile.
+        computed_tokens: tokens that passed through the layers so far. computed_rows: with the padding of tiles.
     """
 
     def __init__(self, config: SmallDiTConfig, draw: torch.Generator) -> None:
@@ -74,6 +74,7 @@ class Transformer:
         quarter = config.head_dim // 4
         self._frequencies = 100.0 ** -(torch.arange(quarter, dtype=torch.float32) / quarter)
         self.computed_tokens = 0
+        self.computed_rows = 0
 
     def adapted(self, lora: Lora | None) -> list[torch.Tensor]:
         """Query-key-value weights of every layer, with an adapter."""
@@ -109,7 +110,8 @@ class Transformer:
         rows: tiles, embedded tokens [seq_len - start, width], and where KV lies.
         """
         for tiles, hidden, query in rows:
-            self.computed_tokens += len(hidden)
+            self.computed_tokens += sum(tile.end - tile.low for tile in tiles)
+            self.computed_rows += len(tiles) * self._config.tile
             for tile in tiles:
                 tile.x = torch.zeros(self._config.tile, self._config.width)
                 tile.x[tile.low - tile.first : tile.end - tile.first] = hidden[
