@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from stagecache_wire.shm import PREFIX, SHM_DIRECTORY
 
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 20.0
+DAEMON = (sys.executable, "-m", "stagecached")
 
 Result = TypeVar("Result")
 
@@ -42,10 +43,17 @@ class DaemonProcess:
             was ready to run and other processes had the CPU.
     """
 
-    def __init__(self, folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = DAEMON,
+    ) -> None:
         self.socket = folder / "d.sock"
         self.log_file = folder / "daemon.log"
         self.arguments = arguments
+        self.program = program
         self.environment = dict(environment or {})
         self.start_s = 0.0
         self._process: subprocess.Popen[bytes] | None = None
@@ -69,7 +77,7 @@ class DaemonProcess:
         started = time.monotonic()
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "stagecached", "--socket", str(self.socket), *self.arguments],
+                [*self.program, "--socket", str(self.socket), *self.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -101,6 +109,13 @@ class DaemonProcess:
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Ask it to stop; its exit status."""
         return self._end(number)
+
+    def ended(self) -> int:
+        """The exit status of a daemon that ends by itself; waits for that."""
+        assert self._process is not None
+        status = self._process.wait(STOP_TIMEOUT_S)
+        self._process = None
+        return status
 
     def restart(self) -> None:
         """SIGKILL, and a new daemon on the same socket."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stagecache.errors import SlotMismatchError, StepTooLargeError
-from stagecache.requests import Positions, RequestTable
-from stagecache.slots import DecodeSlots, Runs, batch_runs
+from stagecache.requests import RequestTable
+from stagecache.slots import FEW_BLOCKS, FEW_REQUESTS, DecodeSlots, Runs, batch_runs, few_runs
 from stagecache.step import BatchView
 from stagecache_wire.geometry import Geometry
 from stagecache_wire.records import expand_runs
@@ -23,7 +23,7 @@ class Batch:
     """Layout of a step's rows, in batch order.
 
     counts: rows of each request; None where each has one. offsets: first row of each, [requests + 1]; None likewise.
-    first: int64 [requests], first position. ends: first + counts. rows: int64 [requests], places in the request table.
+    first: int [requests], first position. ends: first + counts. rows: int64 [requests], places in the request table.
     runs: of all rows. tokens: sum of counts.
     """
 
@@ -31,8 +31,8 @@ class Batch:
     tokens: int
     counts: list[int] | None
     offsets: list[int] | None
-    first: Positions
-    ends: Positions
+    first: NDArray[Any]
+    ends: NDArray[Any]
     rows: NDArray[np.int64]
     runs: Runs
 
@@ -67,6 +67,9 @@ class BatchReader:
         self._slots = DecodeSlots(geometry.block_size, geometry.num_blocks)
         self._decoded = -1
         """Version of the request table at the last step, where that was a decode step."""
+        self._next: NDArray[Any] = np.empty(0, np.int64)
+        """First positions of the step after the last decode step, if its requests go on, and their bytes."""
+        self._next_bytes = b""
         self._last_rows: NDArray[np.int64] = np.empty(0, np.int64)
 
     def read(self, scheduled: Mapping[str, int], planned: int, tokens: int) -> Batch:
@@ -85,27 +88,44 @@ class BatchReader:
                 f"a step of {tokens} tokens, a staging page holds {self._geometry.staging_capacity_tokens}.",
                 remedy="Attach with staging_capacity_tokens of the engine's max_num_batched_tokens.",
             )
-        size = len(ids)
-        first = np.array(self._view.num_computed()[:size], np.int64)  # a copy: the live array goes on
-        if tokens == size and (scheduled == self._ones if ids is self._ones_ids else self._is_decode(scheduled, ids)):
-            ends = first + 1
-            same = self._decoded == self._requests.version and ids is self._last_ids
-            self._decoded = -1
-            runs = self._slots.read(self._view.block_table(), first, ends, same=same)
-            rows = self._rows(ids)
-            self._decoded = self._requests.version
-            return Batch(ids, tokens, None, None, first, ends, rows, runs)
+        if tokens == len(ids) and (
+            scheduled == self._ones if ids is self._ones_ids else self._is_decode(scheduled, ids)
+        ):
+            return self._decode(ids)
+        return self._mixed(ids, scheduled, tokens)
+
+    def _decode(self, ids: list[str]) -> Batch:
+        """One token a request."""
+        count, requests = len(ids), self._requests
+        live = self._view.num_computed()[:count]
+        follows = self._decoded == requests.version and ids is self._last_ids and live.tobytes() == self._next_bytes
+        self._decoded = -1
+        if follows:
+            first = self._next
+            runs = self._slots.follow(self._view.block_table(), first)
+        else:
+            first = live.copy()  # the live array goes on
+            runs = self._slots.start(self._view.block_table(), first)
+        rows = self._rows(ids)
+        self._next = ends = first + 1
+        self._next_bytes = ends.tobytes()
+        self._decoded = requests.version
+        return Batch(ids, count, None, None, first, ends, rows, runs)
+
+    def _mixed(self, ids: list[str], scheduled: Mapping[str, int], tokens: int) -> Batch:
+        """Any other step."""
         self._decoded = -1
         counts = [max(scheduled.get(req_id, 0), 0) for req_id in ids]
-        count_array = np.array(counts, np.int64)
-        ends = np.cumsum(count_array)
-        total = int(ends[-1]) if size else 0
-        if total != tokens:
-            raise self._mismatch(total, tokens)
-        runs = batch_runs(
-            self._view.block_table(), first, count_array, self._geometry.block_size, self._geometry.num_blocks
-        )
-        return Batch(ids, tokens, counts, [0, *ends.tolist()], first, first + count_array, self._rows(ids), runs)
+        first = np.array(self._view.num_computed()[: len(ids)], np.int64)
+        offsets = [0, *accumulate(counts)]
+        if offsets[-1] != tokens:
+            raise self._mismatch(offsets[-1], tokens)
+        size, num_blocks, table = self._geometry.block_size, self._geometry.num_blocks, self._view.block_table()
+        if len(ids) <= FEW_REQUESTS and tokens <= FEW_BLOCKS * size:
+            runs = few_runs(table, first.tolist(), counts, size, num_blocks)
+        else:
+            runs = batch_runs(table, first, np.array(counts, np.int64), size, num_blocks)
+        return Batch(ids, tokens, counts, offsets, first, first + counts, self._rows(ids), runs)
 
     def _is_decode(self, scheduled: Mapping[str, int], ids: list[str]) -> bool:
         """Whether each request has one token; then the next step with these ids is known by one comparison."""

@@ -17,7 +17,8 @@ What happens at each, in log order:
 never held over a copy or a wait. ``_delivery`` is held by a materialize from beginning to end, so that what one hands
 out and what the next one must not repeat is decided in one order (R3); it is taken before ``_lock``, and the engine
 thread never needs it. saver.py keeps a step, merge.py puts it together again; the files beside them hold one
-table each.
+table each. A session that is over is replaced: a thread attaches anew (reattach.py), and the next ``new_step_starts``
+takes what it made; steps saved before keep the attachment that they were saved under.
 """
 
 from __future__ import annotations
@@ -26,31 +27,25 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from stagecache.arena import Arena
+from stagecache.attachment import Attachment
 from stagecache.batch import BatchReader, scheduled_runs, start_positions
 from stagecache.counters import Counters
-from stagecache.device import CpuDevice, clone_rows
-from stagecache.errors import (
-    DaemonLostError,
-    SlotMismatchError,
-    StageCacheError,
-    StepConsumedError,
-    UnknownRequestError,
-)
-from stagecache.export import Exporter
-from stagecache.hits import Hit, HitReader
+from stagecache.device import CpuDevice
+from stagecache.errors import SlotMismatchError, StageCacheError, StepConsumedError, UnknownRequestError
 from stagecache.keys import KeyBook
 from stagecache.merge import SavedStep, Window, assemble, windows
 from stagecache.outputs import StageCacheOutputs
 from stagecache.planner import StepPlan, StepPlanner
 from stagecache.policy import ModelCachePolicy
+from stagecache.reattach import Renewals
 from stagecache.requests import NO_END, RequestTable
-from stagecache.saver import StepSaver
+from stagecache.reset_causes import ATTACHED_ANEW, ATTACHED_LATE
 from stagecache.session import Session
 from stagecache.sharing import BlockSharing, Joined, Namespace
 from stagecache.step import BatchView
@@ -77,40 +72,35 @@ class StageCache:
         device: CpuDevice | None = None,
     ) -> None:
         geometry = session.geometry
-        self.session = session
         self.counters = Counters()
+        self.on_renewed: Callable[[], None] = lambda: None
+        """Called on the engine thread when another session has taken the place of one that was over."""
         self._geometry = geometry
-        self._merge_timeout_s = merge_timeout_s
         self._lock = threading.Lock()
         self._delivery = threading.Lock()
         self._requests = RequestTable(explicit_acks=explicit_acks)
         self._planner = StepPlanner(self._requests, geometry)
         self._batches = BatchReader(view, geometry, self._requests)
-        self._arena = Arena(session.control.arena)
-        self._hits = HitReader(session, self._arena, geometry.block_size, geometry.max_results)
-        self._keys = KeyBook(session.open_key, policy, declared)
-        for key in session.keys:
-            self._keys.add(key, remembered=True)
-        self._saver = StepSaver(
-            session,
-            self._keys,
-            self._hits,
-            self.counters,
-            self._lock,
-            device or CpuDevice(),
+        self._attachment = partial(
+            Attachment,
+            counters=self.counters,
+            lock=self._lock,
+            device=device or CpuDevice(),
             claim_timeout_s=staging_claim_timeout_s,
             merge_timeout_s=merge_timeout_s,
             gpu_staging_bytes=gpu_staging_bytes,
             split_lists=split_lists,
         )
-        self._export = Exporter(session, self.counters, self._arena, self._saver.deferred, self._hits, self._lock)
+        self._renewals = Renewals()
+        self._closed = False
+        self._use(self._attachment(session, KeyBook(session.open_key, policy, declared)))
         self._steps: dict[int, SavedStep] = {}
         self._in_flight: set[int] = set()
         self._next_step_id = 1
         self._plan: StepPlan | None = None
         self._sharing: BlockSharing | None = None
         """Once a namespace was joined."""
-        self._closed = False
+        self._renewals.watch(self._home)
 
     @classmethod
     def attach(
@@ -124,6 +114,7 @@ class StageCache:
         policy: ModelCachePolicy | None = None,
         keys: Sequence[KeySchema] = (),
         rank: int = 0,
+        engine: str = "",
         open_remembered_keys: bool = False,
         staging_claim_timeout_s: float = 30.0,
         merge_timeout_s: float = 30.0,
@@ -135,11 +126,12 @@ class StageCache:
     ) -> StageCache:
         """Attach this process to the daemon at ``socket`` and open the declared ``keys``.
 
-        geometry: the engine's KV cache and limits. view: the live batch. staging_claim_timeout_s: longest wait of a
-        save for a page (W2). merge_timeout_s: longest wait of a materialize for a hit. daemon_grace_s: how long an
-        outage is waited for, once. gpu_staging_bytes: device bytes that deferred clones may take (W3). split_lists:
-        give each request its entry of a list with one entry a request. explicit_acks: rows count as delivered when
-        ``ack`` says so, not when materialize handed them out (R3).
+        geometry: the engine's KV cache and limits. view: the live batch. engine: a name that this engine's scheduler
+        gives too, where it holds leases on shared blocks. staging_claim_timeout_s: longest wait of a save for a page
+        (W2). merge_timeout_s: longest wait of a materialize for a hit. daemon_grace_s: how long an outage is waited
+        for, once. gpu_staging_bytes: device bytes that deferred clones may take (W3). split_lists: give each request
+        its entry of a list with one entry a request. explicit_acks: rows count as delivered when ``ack`` says so, not
+        when materialize handed them out (R3).
 
         Raises:
             DaemonUnavailableError: nobody answers at the socket.
@@ -152,6 +144,7 @@ class StageCache:
             geometry=geometry,
             keys=keys,
             rank=rank,
+            engine=engine,
             open_remembered_keys=open_remembered_keys,
             daemon_grace_s=daemon_grace_s,
         )
@@ -167,15 +160,49 @@ class StageCache:
             explicit_acks=explicit_acks,
             device=device,
         )
+        cache._trace(model)
+        return cache
+
+    def begin_late(self, model: str) -> None:
+        """The engine ran before this cache was attached: nothing of what it has hashes for is here. Before any step."""
+        self._saver.epochs.begin_anew(0, ATTACHED_LATE)
+        self._trace(model)
+
+    def _trace(self, model: str) -> None:
         if os.environ.get("STAGECACHE_TRACING", "0") not in ("", "0"):
             from stagecache import tracing
 
-            tracing.instrument(cache, model)
-        return cache
+            tracing.instrument(self, model)
 
     def register_policy(self, policy: ModelCachePolicy) -> None:
         """Set what the model wants cached (K5). Before the first step."""
         self._keys.policy = policy
+
+    # ---------------------------------------------------------------- sessions
+
+    def _use(self, home: Attachment) -> None:
+        self._home = home
+        self.session = home.session
+        self._arena, self._hits, self._keys = home.arena, home.hits, home.keys
+        self._saver, self._export = home.saver, home.export
+
+    def _take_session(self) -> None:
+        """Go on with the session that was attached in the background, where there is one. Engine thread."""
+        session = self._renewals.take()
+        if session is None:
+            return
+        home = self._attachment(session, self._keys.renewed(session.open_key))
+        home.saver.epochs.begin_anew(self.session.epoch, ATTACHED_ANEW)
+        namespace = self._saver.sharing.vouched
+        with self._lock:
+            self._use(home)
+        self._sharing = None
+        if namespace is not None:
+            self.join_later(namespace)
+        self.counters.renewals += 1
+        logger.warning("stagecache: stage %s is attached anew, as session %s", session.stage, session.session_id)
+        self.on_renewed()
+        self._renewals.watch(home)
 
     # ------------------------------------------------------------ step begins
 
@@ -188,6 +215,8 @@ class StageCache:
         """
         begun = time.perf_counter_ns()
         self._abandon()
+        if self._renewals.pending:
+            self._take_session()
         epoch = getattr(scheduler_output, "stagecache_epoch", None)
         if epoch is None:
             self._saver.epochs.follow(None)
@@ -204,7 +233,7 @@ class StageCache:
             self._saver.begin_hits(plan.hits)  # Behind something that the log does not know, nothing may be read.
         self.counters.phase_ns["begin"] += time.perf_counter_ns() - begun
         if plan.error is not None:
-            raise plan.error
+            raise plan.error.again()
         if self._saver.deferred.errors:
             raise self._saver.deferred.take_error()
 
@@ -245,7 +274,8 @@ class StageCache:
     def join_namespace(self, namespace: Namespace) -> Joined:
         """Share full blocks with the replicas of this stage on the node: from now on ``publish`` and ``fill`` work, and
         what scheduler outputs say of blocks is followed (``stagecache.sharing``). Engine thread; the answer says
-        whether the daemon shares at all. It stays joined when the daemon is restarted.
+        whether the daemon shares at all. It stays joined when the daemon is restarted, and joins again when it attaches
+        anew.
 
         Joining says that the model is, now, what ``namespace`` names. A reset takes that back but where it is told that
         the model is the same; then join again, with what names the model of then. Blocks have the keys that are open
@@ -258,6 +288,11 @@ class StageCache:
         joined = self._saver.sharing.join(namespace)
         self._sharing = self._saver.sharing if joined.on else None
         return joined
+
+    def join_later(self, namespace: Namespace) -> None:
+        """As ``join_namespace``, from a thread of its own: for a worker that runs already. A refusal is logged."""
+        self._saver.sharing.join_later(namespace)
+        self._sharing = self._saver.sharing
 
     def publish(self, blocks: Sequence[tuple[int, bytes]]) -> int:
         """Offer full blocks to the node, as (block id, 32-byte hash): rows of all keys must have been saved, deferred
@@ -302,6 +337,7 @@ class StageCache:
             with self._lock:
                 batch = self._batches.read(plan.scheduled, plan.tokens, num_tokens_unpadded)
             step = self._saver.save(step_id, plan, batch, hidden_states, multimodal_outputs or {}, num_tokens_padded)
+            step.home = self._home
             with self._lock:
                 self._steps[step_id] = step
             self.counters.steps += 1
@@ -334,13 +370,12 @@ class StageCache:
             DaemonLostError, SessionFailedError, CallDeadlineError: a hit could not be brought. The step is consumed.
         """
         begun = time.perf_counter_ns()
-        wanted = list(dict.fromkeys(req_ids))
         with self._delivery:
-            step, clipped = self._take(step_id, wanted)
+            step, wanted, clipped = self._take(step_id, req_ids)
             try:
                 if step.failed:
-                    raise step.failed[0]
-                outputs = assemble(step, wanted, clipped, self._read_hit, self._hand_out)
+                    raise step.failed[0].again()
+                outputs = assemble(step, wanted, clipped, step.home.read_hit, step.home.hand_out)
                 with self._lock:
                     self._delivered(step, wanted, clipped)
             except BaseException as error:
@@ -353,13 +388,20 @@ class StageCache:
             self._export.handed_out(step, wanted, len(self._steps), self._next_step_id - 1)
         return outputs
 
-    def _take(self, step_id: int, wanted: list[str]) -> tuple[SavedStep, dict[str, Window] | None]:
-        """Consume a step, and say which positions of each request it hands out; None where that is all of them."""
+    def _take(self, step_id: int, req_ids: Sequence[str]) -> tuple[SavedStep, list[str], dict[str, Window] | None]:
+        """Consume a step: the step, the ids that are asked for, each once, and which positions of each are handed out;
+        None where that is all of them.
+        """
         with self._lock:
             step = self._steps.get(step_id)
             if step is None:
                 raise self._consumed_error(step_id)
-            if wanted != step.batch.req_ids and not set(wanted) <= set(step.batch.req_ids):
+            wanted = step.batch.req_ids
+            if req_ids != wanted:
+                wanted = list(dict.fromkeys(req_ids))
+                if wanted == step.batch.req_ids:
+                    wanted = step.batch.req_ids
+            if wanted is not step.batch.req_ids and not set(wanted) <= set(step.batch.req_ids):
                 strangers = sorted(set(wanted) - set(step.batch.req_ids))
                 raise UnknownRequestError(
                     f"materialize(step {step_id}) asked for {strangers[:8]}, not in the batch when it was saved.",
@@ -367,7 +409,7 @@ class StageCache:
                 )
             del self._steps[step_id]
             self._in_flight.add(step_id)
-            return step, windows(step, wanted, self._bounds) if self._requests.chained else None
+            return step, wanted, windows(step, wanted, self._bounds) if self._requests.chained else None
 
     def ack(self, req_id: str, upto: int) -> None:
         """With ``explicit_acks``: the rows of a request below position ``upto`` were received (R3). Any thread.
@@ -405,7 +447,7 @@ class StageCache:
 
     def _delivered(self, step: SavedStep, wanted: list[str], clipped: dict[str, Window] | None) -> None:
         batch = step.batch
-        if clipped is None and batch.counts is None and wanted == batch.req_ids:
+        if clipped is None and batch.counts is None and wanted is batch.req_ids:
             self._requests.handed_out_all(batch.rows, batch.ends)
             return
         of = windows(step, wanted, lambda _: (0, NO_END)) if clipped is None else clipped
@@ -414,33 +456,12 @@ class StageCache:
             if end > begin:
                 self._requests.handed_out(int(batch.rows[index_of[req_id]]), begin, end)
 
-    def _read_hit(self, hit: Hit, name: str, needed: tuple[int, int]) -> torch.Tensor:
-        gather = hit.gathers.get(name)
-        if gather is None:
-            if name in self._keys.refused:
-                raise self._keys.refused[name]
-            raise DaemonLostError(f"request {hit.req_id}: key {name} has no rows of its hit at the daemon")
-        return self._hits.read(hit, gather, needed, self._merge_timeout_s)
-
-    def _hand_out(self, hit: Hit, name: str, rows: torch.Tensor) -> torch.Tensor:
-        gather = hit.gathers[name]
-        if gather.extent is None:
-            return rows
-        with self._lock:
-            leased = self._arena.lease(gather.extent) if self._arena.may_lease(gather.extent) else None
-            if leased is not None:
-                gather.extent = None
-        if leased is None:
-            self.counters.copied_extents += 1
-            return clone_rows(rows)
-        return torch.from_numpy(leased)[: rows.numel() * rows.element_size()].view(rows.dtype).view(rows.shape)
-
     def _end_step(self, step: SavedStep) -> None:
         if step.page is not None:
-            self._saver.pages.hand_out(step.page)
+            step.home.saver.pages.hand_out(step.page)
         with self._lock:
             if step.hits:
-                self._hits.release(gather for hit in step.hits.values() for gather in hit.gathers.values())
+                step.home.release(step)
             self._in_flight.discard(step.step_id)
             if self._requests.retired:
                 self._requests.reclaim(min(self._in_flight | {next(iter(self._steps), self._next_step_id)}))
@@ -453,8 +474,11 @@ class StageCache:
 
     def close(self) -> None:
         """Detach from the daemon, which gives up the session. Rows handed out stay good; what this process has mapped
-        goes when this object and they are collected.
+        goes with the last reference to this object and to them: nothing in here refers back to what holds it.
         """
         if not self._closed:
             self._closed = True
+            self._renewals.stop()
             self.session.close()
+            self._saver.deferred.drop_all()
+            self._saver.deferred.errors.clear()

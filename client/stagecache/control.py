@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stagecache.errors import DaemonUnavailableError
@@ -80,6 +81,14 @@ class Observer:
         """
         return self._rpc.reset(pb.ResetRequest(stage=stage, force=force, cause=cause), self._timeout_s)
 
+    def lookup_blocks(self, request: pb.LookupBlocksRequest) -> pb.LookupBlocksResponse:
+        """How far the node's shared blocks hold prefixes, in the namespace that the request names.
+
+        Raises:
+            UnsupportedHashError: by token ids, where only the engine can make the namespace's hashes.
+        """
+        return self._rpc.lookup_blocks(request, self._timeout_s)
+
 
 def connect_observer(socket: str | os.PathLike[str], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Observer:
     """An observer of the daemon at ``socket``, to be closed; see ``Observer``."""
@@ -88,4 +97,9 @@ def connect_observer(socket: str | os.PathLike[str], *, timeout_s: float = DEFAU
 
 def stats_to_dict(stats: pb.StatsResponse) -> dict[str, Any]:
     """The snapshot as plain values with the field names of the wire, zeros included; for JSON."""
-    return MessageToDict(stats, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    return message_to_dict(stats)
+
+
+def message_to_dict(message: Message) -> dict[str, Any]:
+    """A message as plain values with the field names of the wire, zeros included; for JSON."""
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)

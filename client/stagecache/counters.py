@@ -13,6 +13,7 @@ class Counters:
     logged, since the daemon was away. hits: requests that had a hit span. hit_rows, computed_rows: hidden rows (or
     positions, where hidden is not kept) of hits and of steps. copied_extents: merges handed out as copies, because
     tensors held too much of the arena. unopened: outputs whose key could not be opened, so that they were not kept.
+    renewals: sessions that took the place of one that was over.
     """
 
     steps: int = 0
@@ -27,4 +28,5 @@ class Counters:
     copied_extents: int = 0
     resets: int = 0
     unopened: int = 0
+    renewals: int = 0
     phase_ns: dict[str, int] = field(default_factory=lambda: {"begin": 0, "save": 0, "materialize": 0})

@@ -39,7 +39,12 @@ def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
 def clone_rows(source: torch.Tensor) -> torch.Tensor:
     """An independent contiguous copy in host memory."""
     copy = torch.empty_like(source, memory_format=torch.contiguous_format)
-    copy_rows(copy, source)
+    if source.is_contiguous() and source.is_cpu and copy.is_cpu and not (source.is_neg() or source.is_conj()):
+        size = source.nbytes
+        move = _holding if size < RELEASE_BYTES else _releasing
+        move(copy.data_ptr(), source.data_ptr(), size)
+    else:
+        copy_rows(copy, source)
     return copy
 
 

@@ -19,10 +19,6 @@ from stagecache_wire.v1 import stagecache_pb2 as pb
 
 logger = logging.getLogger("stagecache")
 
-ROWS_LOST: Final = "rows of a step were lost"
-NOT_LOGGED: Final = "steps were not logged while the daemon was away"
-"""Causes that say nothing of the model: it computes what it computed before."""
-
 ASK_TIMEOUT_S: Final = 5.0
 GIVE_UP_S: Final = 30.0
 """How long it is asked again where no scheduler watches: after an outage its shim comes back some time later."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from stagecache.counters import Counters
 from stagecache.deferred import DeferredRows
-from stagecache.engine_resets import NOT_LOGGED, ROWS_LOST, EngineResets
+from stagecache.engine_resets import EngineResets
 from stagecache.errors import StageCacheError
+from stagecache.reset_causes import NOT_LOGGED, ROWS_LOST
 from stagecache.session import Session
 from stagecache.slots import Runs, count_slots
 from stagecache_wire.records import NO_PAGE, SAME_MODEL, Kind, Record
@@ -28,12 +29,23 @@ class Epochs:
     def __init__(self, session: Session, deferred: DeferredRows, counters: Counters) -> None:
         self.unlogged = False
         self.model_may_differ = False
+        self.model_resets = 0
+        """RESETs that said so."""
         self._engine_epoch: int | None = None
         self._engine_model = 0
+        self._anew = ""
         self._session = session
         self._resets = EngineResets(session.rpc, session.stage)
         self._deferred = deferred
         self._counters = counters
+
+    def begin_anew(self, epoch: int, cause: str) -> None:
+        """The session is new, and the engine has published hashes of rows that it never got: the next step begins an
+        epoch above ``epoch``, and the engine is asked to forget them.
+        """
+        self._session.epoch = max(self._session.epoch, epoch)
+        self._anew = cause
+        self.unlogged = True
 
     def lose(self, runs: Runs) -> None:
         """Make the slots of a step UNKNOWN for every key, by a record without rows (W8)."""
@@ -66,6 +78,9 @@ class Epochs:
             self.unlogged = self.model_may_differ = True
         if session.away and session.returned() and self.unlogged:
             self._ask_engine(NOT_LOGGED)
+        if self._anew:
+            self._ask_engine(self._anew)
+            self._anew = ""
         if self.unlogged and not session.away:
             self.reset()
 
@@ -82,6 +97,7 @@ class Epochs:
         except StageCacheError:
             self.unlogged = True
             return self._session.epoch
+        self.model_resets += self.model_may_differ
         self.unlogged = self.model_may_differ = False
         self._session.epoch += 1
         self._counters.resets += 1

@@ -7,6 +7,9 @@ The text says what was asked, what was found and what to do. ``reason`` is machi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+AnyError = TypeVar("AnyError", bound="StageCacheError")
 
 
 class StageCacheError(RuntimeError):
@@ -25,6 +28,14 @@ class StageCacheError(RuntimeError):
         self.reason = reason
         self.remedy = remedy
         self.facts: dict[str, str] = dict(facts or {})
+
+    def again(self: AnyError) -> AnyError:
+        """The same error as a new object. What is kept to be raised later, perhaps often, is raised as one of these:
+        the traceback of an object that is raised twice grows, and it holds all that its frames do.
+        """
+        copy = type(self).__new__(type(self), *self.args)
+        copy.__dict__.update(self.__dict__)
+        return copy
 
 
 class AttachError(StageCacheError):

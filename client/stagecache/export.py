@@ -94,7 +94,8 @@ class Exporter:
         self._values = array("Q", bytes(8 * figures.WORKER_WORDS))
         self._source = memoryview(self._values)
         self._target = words[layout.W_FIGURES : layout.W_FIGURES + figures.WORKER_WORDS]
-        self._begin_ns = self._save_ns = self._materialize_ns = 0
+        spent = counters.phase_ns  # not none, where the cache had another session before
+        self._begin_ns, self._save_ns, self._materialize_ns = spent["begin"], spent["save"], spent["materialize"]
         self._waits_seen = 0
         self._full_at = 0
         self._staged: list[StagedKey] = []
@@ -119,7 +120,6 @@ class Exporter:
         now, session = time.monotonic_ns(), self._session
         if (
             now - self._full_at > FULL_NS
-            or step.hits
             or step.local
             or step.leftover
             or step.failed

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stagecache.errors import StageCacheError
+from stagecache.shim.shared_blocks import shared_blocks_wanted
 
 
 class GateRefusal(StageCacheError):
@@ -44,6 +45,9 @@ class StageFacts:
         pooling: the stage pools (it returns embeddings or scores, no tokens).
         v2_runner: the stage runs vLLM's V2 model runner, which this build does not wrap.
         kv_consumer: the stage's KV may come from a connector (kv_consumer or kv_both).
+        shared_blocks: node-shared blocks are on for the stage, and the scheduler-side shim cuts what a connector offers
+            to what the node has rows of.
+        recomputes_failed_loads: KV that could not be loaded is computed in a later step; else its request fails.
         speculative: the method of speculative decoding, None when off.
         block_size: tokens in a block, as the scheduler hashes it.
         prefix_match_unit: tokens in the unit by which prefixes match, None when it is the block.
@@ -60,6 +64,8 @@ class StageFacts:
     pooling: bool = False
     v2_runner: bool = False
     kv_consumer: bool = False
+    shared_blocks: bool = False
+    recomputes_failed_loads: bool = False
     speculative: str | None = None
     block_size: int = 16
     prefix_match_unit: int | None = None
@@ -104,9 +110,16 @@ REFUSALS: tuple[Reason, ...] = (
     ),
     Reason(
         "G2",
-        lambda f: f.kv_consumer,
+        lambda f: f.kv_consumer and not f.shared_blocks,
         lambda f: "its KV may come from a connector (kv_role kv_consumer or kv_both), and a hit on such KV has no rows",
-        f"Make the stage kv_producer, {_OFF}",
+        f"Share blocks on the node (STAGECACHE_SHARED_BLOCKS=1, and a daemon with --shared-bytes), make the stage "
+        f"kv_producer, {_OFF}",
+    ),
+    Reason(
+        "G2",
+        lambda f: f.kv_consumer and f.recomputes_failed_loads,
+        lambda f: "kv_load_failure_policy is recompute: rows of a step whose KV was not loaded were handed out by then",
+        f"Set kv_load_failure_policy=fail, {_OFF}",
     ),
     Reason(
         "G3",
@@ -244,6 +257,8 @@ def read_facts(
         pooling=getattr(vllm_config.model_config, "runner_type", "generate") == "pooling",
         v2_runner=v2_runner,
         kv_consumer=bool(getattr(transfer, "is_kv_consumer", False)),
+        shared_blocks=shared_blocks_wanted() and _guarded(vllm_config),
+        recomputes_failed_loads=getattr(transfer, "kv_load_failure_policy", "fail") == "recompute",
         speculative=None if speculative is None else str(getattr(speculative, "method", "unknown")),
         block_size=block_size,
         prefix_match_unit=getattr(cache, "prefix_match_unit", None),

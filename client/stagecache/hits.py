@@ -136,7 +136,7 @@ class HitReader:
             0,
             Kind.BEGIN,
             spans=np.array(span_words, np.uint32),
-            span_runs=np.concatenate(runs),
+            span_runs=runs[0] if len(runs) == 1 else np.concatenate(runs),
             gathers=gathers,
         )
 
@@ -156,7 +156,7 @@ class HitReader:
             try:
                 self._spill_one(hit, gather, timeout_s)
             except StageCacheError as error:
-                gather.error = error
+                gather.error = error.again()
 
     def _spill_one(self, hit: Hit, gather: Gather, timeout_s: float) -> None:
         key, bounce = gather.key, self._arena.bounce
@@ -196,7 +196,7 @@ class HitReader:
             DaemonLostError, SessionFailedError, CallDeadlineError: the record was not done.
         """
         if gather.error is not None:
-            raise gather.error
+            raise gather.error.again()
         if gather.pieces is None:
             self._session.wait_consumed(gather.sequence, timeout_s, f"the hit of request {hit.req_id}")
             gather.found = self._result(gather.result, gather.sequence)

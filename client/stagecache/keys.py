@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,14 +34,14 @@ class Split:
     replaced: remembered keys that were closed, since the model's rows are others now.
     """
 
-    immediate: list[tuple[StagedKey, torch.Tensor]] = field(default_factory=list)
-    deferred: list[tuple[StagedKey, torch.Tensor]] = field(default_factory=list)
-    unkept: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    unopened: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    failed: list[tuple[StagedKey | None, SchemaMismatchError]] = field(default_factory=list)
-    leftover: dict[str, Any] = field(default_factory=dict)
-    demoted: list[StagedKey] = field(default_factory=list)
-    replaced: list[StagedKey] = field(default_factory=list)
+    immediate: list[tuple[StagedKey, torch.Tensor]]
+    deferred: list[tuple[StagedKey, torch.Tensor]]
+    unkept: list[tuple[str, torch.Tensor]]
+    unopened: list[tuple[str, torch.Tensor]]
+    failed: list[tuple[StagedKey | None, SchemaMismatchError]]
+    leftover: dict[str, Any]
+    demoted: list[StagedKey]
+    replaced: list[StagedKey]
 
 
 class KeyBook:
@@ -73,6 +73,21 @@ class KeyBook:
         if key.schema.provisional:
             self._provisional.add(key.schema.name)
 
+    def renewed(self, open_key: OpenKey) -> KeyBook:
+        """A book for another session: what the model brings is known, nothing is open."""
+        book = KeyBook(open_key, self.policy, self._declared)
+        book._demoted = set(self._demoted)
+        return book
+
+    def schemas(self) -> list[KeySchema]:
+        """Schemas of open keys that are no guesses, declared ones first. Any thread."""
+        found = [key.schema for key in list(self.open.values()) if not key.schema.provisional]
+        return sorted(found, key=lambda schema: schema.name not in self._declared)
+
+    def is_declared(self, name: str) -> bool:
+        """Whether the key's schema was given at attach."""
+        return name in self._declared
+
     def hit_keys(self) -> list[StagedKey]:
         """Keys that a hit gathers: hidden first where the model needs it, then the others by name."""
         names = sorted(name for name in self.open if name != HIDDEN_KEY)
@@ -88,7 +103,7 @@ class KeyBook:
         hidden: [>= n, ...]. outputs: multimodal values by flat name. n: tokens of the step. padded: n, or the
         CUDA-graph size. batch_size: requests in the batch.
         """
-        split = Split()
+        split = Split([], [], [], [], [], {}, [], [])
         if self._settled_for is not self.policy:
             self._settled_for = self.policy
             self._settled.clear()
@@ -111,7 +126,9 @@ class KeyBook:
     def _settle(self, split: Split, name: str, value: Any, n: int, padded: int) -> bool:
         """Rows of a key that was decided in an earlier step, and that look as they did then."""
         found = self._settled.get(name)
-        if found is None or not isinstance(value, torch.Tensor) or not is_plain(value):
+        if found is None or not isinstance(value, torch.Tensor):
+            return False
+        if value.layout is not torch.strided or value.is_nested or value.is_meta:
             return False
         key, deferred = found
         shape = value.shape
@@ -171,8 +188,8 @@ class KeyBook:
                 split.unopened.append((name, tensor[:n]))
                 return
             except StageCacheError as error:
-                logger.warning("stagecache: key %s is not kept: %s", name, error)
-                self.refused[name] = error
+                self.refused[name] = error.again()
+                logger.warning("stagecache: key %s is not kept: %s", name, self.refused[name])
             if name in self.refused:
                 split.unkept.append((name, tensor[:n]))
                 return

@@ -1,7 +1,9 @@
 """The worker's end of the step log: appends records, in order, and waits for what the daemon has consumed.
 
 One thread appends (on the CPU: the engine's). Payload and entry are written first, then the entry's sequence word,
-then ``head``, then the daemon's doorbell is posted; nothing is trusted but the words.
+then ``head``; nothing is trusted but the words. The daemon's doorbell is rung for a record that cannot wait, and for
+any while the daemon says that it is asleep; else the daemon finds it within milliseconds. Whoever waits for the daemon
+rings first.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import posix_ipc
 from stagecache.errors import StageCacheError
 from stagecache.mapping import ControlWords
 from stagecache_wire import layout
-from stagecache_wire.fence import fence
+from stagecache_wire.fence import fence, full_fence
 from stagecache_wire.records import Record, encode
 
 WAIT_SLICE_S: Final = 0.02
@@ -37,7 +39,7 @@ class LogWriter:
 
     Attributes:
         head: sequence of the last record published.
-        posts: doorbells rung, one a record.
+        posts: how often the daemon's doorbell was rung.
     """
 
     def __init__(
@@ -47,12 +49,15 @@ class LogWriter:
         self._words = control.words
         self._layout = control.layout
         self._entries_word = control.layout.entries_word
+        self._log_entries = control.layout.log_entries
+        self._ring_bytes = control.layout.payload_bytes
         self._payload_base = control.layout.payload_word * layout.WORD
         self._daemon_doorbell = daemon_doorbell
         self._worker_doorbell = worker_doorbell
         self._in_ring: deque[tuple[int, int]] = deque()
         self._position = 0
         self._tail = 0
+        self._heard_until = 0
         self._listening = threading.Lock()
         self._heard = threading.Condition()
         self.head = control.words[layout.W_HEAD]
@@ -74,8 +79,8 @@ class LogWriter:
         self._reclaim()
         return self._start(payload_bytes) + payload_bytes - self._tail <= self._layout.payload_bytes
 
-    def append(self, record: Record, timeout_s: float) -> int:
-        """Publish a record. Returns its sequence.
+    def append(self, record: Record, timeout_s: float, *, urgent: bool = True) -> int:
+        """Publish a record. Returns its sequence. urgent: ring for it even where the daemon looks by itself.
 
         Raises:
             LogFullError: no room within ``timeout_s`` seconds; nothing was published.
@@ -83,44 +88,53 @@ class LogWriter:
         sequence = self.head + 1
         record.sequence = sequence
         words, payload = encode(record)
-        size = len(payload)
-        if size > self._layout.payload_bytes:
-            raise LogFullError(f"a record of {size} bytes does not fit the ring of {self._layout.payload_bytes}")
-        ring, position = self._layout.payload_bytes, self._position
+        size, ring, position, shared = len(payload), self._ring_bytes, self._position, self._words
+        if size > ring:
+            raise LogFullError(f"a record of {size} bytes does not fit the ring of {ring}")
         left = ring - position % ring
         if size > left:
             position += left
-        if sequence - self._words[layout.D_CONSUMED] > self._layout.log_entries or (
+        if sequence - shared[layout.D_CONSUMED] > self._log_entries or (
             position + size - self._tail > ring and not self.has_room(size)
         ):
             self._wait_room(size, timeout_s)
             position = self._start(size)
         if size:
-            offset = self._payload_base + position % self._layout.payload_bytes
+            offset = self._payload_base + position % ring
             self._control.bytes[offset : offset + size] = payload
         words[layout.E_PAYLOAD_POSITION] = position
         words[layout.E_SEQUENCE] = 0
-        at = self._entries_word + (sequence - 1) % self._layout.log_entries * layout.ENTRY_WORDS
-        self._words[at : at + layout.ENTRY_WORDS] = memoryview(array("Q", words))
+        at = self._entries_word + (sequence - 1) % self._log_entries * layout.ENTRY_WORDS
+        shared[at : at + layout.ENTRY_WORDS] = memoryview(array("Q", words))
         fence()
-        self._words[at] = sequence
-        self._words[layout.W_TIMES + (sequence - 1) % layout.TIME_ENTRIES] = time.monotonic_ns()
+        shared[at] = sequence
+        shared[layout.W_TIMES + (sequence - 1) % layout.TIME_ENTRIES] = time.monotonic_ns()
         fence()
-        self._words[layout.W_HEAD] = sequence
+        shared[layout.W_HEAD] = sequence
         self.head = sequence
         self._position = position + size
         self._in_ring.append((sequence, self._position))
         if len(self._in_ring) > _RECLAIM_AT:
             self._reclaim()
-        self._daemon_doorbell.release()
-        self.posts += 1
+        full_fence()
+        if urgent or shared[layout.D_ASLEEP]:
+            self.ring()
         return sequence
+
+    def ring(self) -> None:
+        """Wake the daemon, unless it was rung for all there is. Any thread."""
+        head = self.head
+        if self._heard_until < head:
+            self._heard_until = head
+            self._daemon_doorbell.release()
+            self.posts += 1
 
     def wait_consumed(self, sequence: int, timeout_s: float) -> bool:
         """Wait until the daemon has consumed up to ``sequence``. Any thread, several at once. True if it has."""
         if self.consumed >= sequence:
             fence()
             return True
+        self.ring()
         deadline = time.monotonic() + timeout_s
         while self.consumed < sequence:
             left = min(deadline - time.monotonic(), WAIT_SLICE_S)
@@ -161,6 +175,7 @@ class LogWriter:
             self._tail = self._position
 
     def _wait_room(self, size: int, timeout_s: float) -> None:
+        self.ring()
         deadline = time.monotonic() + timeout_s
         while not self.has_room(size):
             left = min(deadline - time.monotonic(), WAIT_SLICE_S)

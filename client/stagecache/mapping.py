@@ -40,6 +40,7 @@ class StagedKey:
     geometry: Geometry = field(repr=False)
     pages: list[torch.Tensor] = field(init=False, repr=False)
     dtype: torch.dtype = field(init=False)
+    _cut: dict[int, tuple[int, torch.Tensor]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         with torch.inference_mode(False):  # Opened inside it, the pages could not be written outside of it.
@@ -56,6 +57,13 @@ class StagedKey:
             .view(capacity, *self.schema.row_shape)
             for page in range(self.geometry.staging_depth)
         ]
+
+    def rows(self, page: int, count: int) -> torch.Tensor:
+        """[count, *row_shape]: the first rows of a page. Decode steps ask for the same ones again and again."""
+        found = self._cut.get(page)
+        if found is None or found[0] != count:
+            found = self._cut[page] = count, self.pages[page][:count]
+        return found[1]
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Whether rows of the tensor may stand in this key (K3)."""

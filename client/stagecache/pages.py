@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from stagecache.errors import StagingTimeoutError
 from stagecache.log import WAIT_SLICE_S, LogWriter
 from stagecache.writes import Write
+
+if TYPE_CHECKING:
+    from stagecache.mapping import StagedKey
+    from stagecache.session import Session
 
 
 @dataclass(slots=True)
@@ -37,20 +42,25 @@ class StepPages:
         self._changed = threading.Condition()
         self._waiting = False
         self._next = 0
+        self.scarce = False
+        """At the last claim at most one further page was free: the step after the next one may wait for the daemon."""
 
     def try_claim(self, step_id: int) -> PageUse | None:
         """A free page, or None."""
-        depth = len(self._uses)
-        consumed = self._log.consumed
-        for offset in range(depth):
-            page = (self._next + offset) % depth
-            use = self._uses[page]
+        uses, consumed = self._uses, self._log.consumed
+        depth, found, free = len(uses), -1, 0
+        for page in range(self._next - depth, self._next):  # Counted from the end where negative: once around.
+            use = uses[page]
             if use is None or (use.handed_out and use.sequence <= consumed):
-                self._next = (page + 1) % depth
-                claimed = PageUse(page, step_id)
-                self._uses[page] = claimed
-                return claimed
-        return None
+                free += 1
+                if found < 0:
+                    found = page % depth
+        if found < 0:
+            return None
+        self._next = (found + 1) % depth
+        self.scarce = free < 3
+        claimed = uses[found] = PageUse(found, step_id)
+        return claimed
 
     def wait(self, slice_s: float) -> None:
         """Sleep until a page may have become free, for ``slice_s`` seconds at most."""
@@ -125,3 +135,30 @@ class FlushPages:
     def logged(self, page: int, sequence: int) -> None:
         """The page belongs to the FLUSH ``sequence`` until that is consumed."""
         self._sequences[page] = sequence
+
+
+class FlushLog:
+    """Flush pages of every deferred key of a session: what deferred rows need of the log. Engine thread only."""
+
+    def __init__(self, session: Session, claim_timeout_s: float) -> None:
+        """claim_timeout_s: longest wait for a page, in seconds."""
+        self._session = session
+        self._claim_timeout_s = claim_timeout_s
+        self._pages: dict[int, FlushPages] = {}
+
+    def claim(self, key: StagedKey) -> int:
+        """A page of the key that the daemon has done with.
+
+        Raises:
+            StageCacheError: none in time, or the daemon is gone.
+        """
+        pages = self._pages.get(key.key_id)
+        if pages is None:
+            pages = self._pages[key.key_id] = FlushPages(self._session.geometry.staging_depth)
+        what = f"a flush page of key {key.schema.name}"
+        self._session.wait_consumed(pages.next_free_at, self._claim_timeout_s, what, kind="flush")
+        return pages.take()
+
+    def logged(self, key: StagedKey, page: int, sequence: int) -> None:
+        """The FLUSH ``sequence`` names the page."""
+        self._pages[key.key_id].logged(page, sequence)

@@ -118,11 +118,11 @@ class StepPlanner:
                 remedy="The runner must pass the request's block ids with the hit.",
             )
             return
-        if any(not 0 <= block < self._geometry.num_blocks for block in state.blocks[: -(-high // size)]):
+        blocks = state.blocks[: -(-high // size)]
+        if min(blocks) < 0 or max(blocks) >= self._geometry.num_blocks:
             plan.error = HitNotCoveredError(
                 f"request {req_id}: a hit names a block outside the cache of {self._geometry.num_blocks} blocks."
             )
             return
         if low < high:
-            blocks = state.blocks[: -(-high // size)]
             plan.hits.append(Hit(req_id, low, high, count, blocks, span_runs(blocks, low, high, size)))

@@ -314,6 +314,7 @@ class Watch:
         try:
             yield from self._call
         except grpc.RpcError as failure:
+            failure.__traceback__ = None  # The call is its own error, and would hold itself by this frame.
             if self._call.cancelled():
                 return
             raise error_from_grpc("Watch", failure, None) from failure

@@ -21,7 +21,7 @@ from stagecache.keys import KeyBook, Split
 from stagecache.leftovers import snapshot
 from stagecache.mapping import StagedKey
 from stagecache.merge import SavedStep
-from stagecache.pages import FlushPages, PageUse, StepPages
+from stagecache.pages import FlushLog, PageUse, StepPages
 from stagecache.planner import StepPlan
 from stagecache.session import Session
 from stagecache.sharing import BlockSharing
@@ -51,8 +51,9 @@ class StepSaver:
         self.hits = hits
         self.counters = counters
         self.pages = StepPages(session.geometry.staging_depth, session.log)
+        self._flushes = FlushLog(session, claim_timeout_s)
         self.deferred = DeferredRows(
-            gpu_staging_bytes, device, self._claim_flush_page, session.append, self._flush_logged
+            gpu_staging_bytes, device, self._flushes.claim, session.append, self._flushes.logged
         )
         self.epochs = Epochs(session, self.deferred, counters)
         self.sharing = BlockSharing(session, keys, self.epochs)
@@ -62,8 +63,7 @@ class StepSaver:
         self._claim_timeout_s = claim_timeout_s
         self._merge_timeout_s = merge_timeout_s
         self._split_lists = split_lists
-        self._flush_pages: dict[int, FlushPages] = {}
-        self._last_ids: list[int] = []
+        self._last_staged: list[StagedKey] = []
         self._last_words: U32 = key_words()
 
     def begin_hits(self, hits: list[Hit]) -> None:
@@ -95,7 +95,7 @@ class StepSaver:
                 self.hits.logged(part, self.session.append(record))
             except StageCacheError as error:
                 for _, gather in part:
-                    gather.error = error
+                    gather.error = error.again()
         self.hits.spill(planned, self._merge_timeout_s)
 
     def save(
@@ -139,10 +139,10 @@ class StepSaver:
                 write.advance(WriteState.QUEUED)
                 write.advance(WriteState.COPYING)
                 for key, rows in split.immediate:
-                    self._device.stage(key.pages[page.page][:n], rows)
+                    self._device.stage(key.rows(page.page, n), rows)
                     staged.append(key)
                 if n:
-                    self._log_step(plan, batch, split, page)
+                    self._log_step(plan, batch, split, page, staged)
                 write.advance(WriteState.HOST_READY, sequence=page.sequence)
         except BaseException as error:
             if write.state < WriteState.WRITTEN:
@@ -163,15 +163,17 @@ class StepSaver:
             self.keys.policy.span_keys if plan.hits else frozenset(),
         )
 
-    def _log_step(self, plan: StepPlan, batch: Batch, split: Split, page: PageUse) -> None:
+    def _log_step(self, plan: StepPlan, batch: Batch, split: Split, page: PageUse, staged: list[StagedKey]) -> None:
         """The SAVE record, and the gathers that belong behind it."""
         if split.unopened:
             # Rows that no key took: were the slots only claimed by the others, a later hit would read zeros here.
             self.epochs.lose(batch.runs)
         else:
             clones = self._clone_deferred(split) if split.deferred else None
+            # Rows may wait some milliseconds for the daemon to look; meanwhile they hold a page.
             page.sequence = self.session.append(
-                Record.save(page.page, batch.tokens, self._key_words(split), batch.runs)
+                Record.save(page.page, batch.tokens, self._key_words(split, staged), batch.runs),
+                urgent=self.pages.scarce,
             )
             if clones:
                 self._add_deferred(batch, clones, page.sequence)
@@ -182,17 +184,17 @@ class StepSaver:
         elif plan.hits:
             self._gather_behind(plan, batch)
 
-    def _key_words(self, split: Split) -> U32:
-        """The keys section of a SAVE; the last one again where the keys are the same."""
-        ids = [key.key_id for key, _ in split.immediate]
-        if not split.deferred and not split.failed and ids == self._last_ids:
+    def _key_words(self, split: Split, staged: list[StagedKey]) -> U32:
+        """The keys section of a SAVE; the last one again where the keys are the same. staged: as in ``split``."""
+        plain = not split.deferred and not split.failed
+        if plain and staged == self._last_staged:
             return self._last_words
-        keyed = [(key_id, KeyMode.ROWS) for key_id in ids]
+        keyed = [(key.key_id, KeyMode.ROWS) for key in staged]
         keyed += [(key.key_id, KeyMode.CLAIM) for key, _ in split.deferred]
         keyed += [(key.key_id, KeyMode.FAILED) for key, _ in split.failed if key is not None]
         words = key_words(*keyed)
-        if not split.deferred and not split.failed:
-            self._last_ids, self._last_words = ids, words
+        if plain:
+            self._last_staged, self._last_words = staged, words
         return words
 
     def _gather_behind(self, plan: StepPlan, batch: Batch) -> None:
@@ -284,17 +286,6 @@ class StepSaver:
         ]
         for key, rows in clones:
             self._guarded(partial(self.deferred.add, StepClone(key, rows, slots, sequence, 0), parts))
-
-    def _claim_flush_page(self, key: StagedKey) -> int:
-        pages = self._flush_pages.get(key.key_id)
-        if pages is None:
-            pages = self._flush_pages[key.key_id] = FlushPages(self.session.geometry.staging_depth)
-        what = f"a flush page of key {key.schema.name}"
-        self.session.wait_consumed(pages.next_free_at, self._claim_timeout_s, what, kind="flush")
-        return pages.take()
-
-    def _flush_logged(self, key: StagedKey, page: int, sequence: int) -> None:
-        self._flush_pages[key.key_id].logged(page, sequence)
 
     def _guarded(self, action: Callable[[], None]) -> None:
         """Do something to deferred rows; where the log cannot be reached, a new epoch begins later instead."""

@@ -13,6 +13,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from stagecache.arena import ALIGN
@@ -43,6 +44,7 @@ ATTACH_TIMEOUT_S: Final = 120.0
 """Prefaulting pools takes about a second a GiB."""
 RPC_TIMEOUT_S: Final = 30.0
 _ALIVE_EVERY_S: Final = 0.05
+ANEW: Final = "The worker attaches anew by itself as soon as a daemon takes it; rows saved before are gone."
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -92,6 +94,9 @@ class Session:
         self.waits = [0, 0] * len(WAITS)
         """Count and nanoseconds of each kind of wait, and the count of all: for metrics."""
         self.waits_total = 0
+        self.attached_at = time.monotonic()
+        self.attach_again: Callable[..., Session] = Session.attach
+        """Makes another session like this one; takes ``keys``."""
         self._lock = lock
         self._daemon_lock = RunPaths.of(rpc.credentials.socket).lock
         self._daemon_grace_s = daemon_grace_s
@@ -110,10 +115,11 @@ class Session:
         geometry: Geometry,
         keys: Sequence[KeySchema] = (),
         rank: int = 0,
+        engine: str = "",
         open_remembered_keys: bool = False,
         daemon_grace_s: float = 2.0,
     ) -> Session:
-        """Attach this process to the daemon at ``socket``.
+        """Attach this process to the daemon at ``socket``; arguments as of ``StageCache.attach``.
 
         Raises:
             DaemonUnavailableError: nobody answers there.
@@ -147,10 +153,23 @@ class Session:
                     keys=[schema_to_wire(key) for key in keys],
                     open_remembered_keys=open_remembered_keys,
                     rank=rank,
+                    engine=engine,
                 ),
                 ATTACH_TIMEOUT_S,
             )
-            return cls(rpc, lock, answer, stage, daemon_grace_s)
+            session = cls(rpc, lock, answer, stage, daemon_grace_s)
+            session.attach_again = partial(
+                cls.attach,
+                socket,
+                model=model,
+                stage=stage,
+                geometry=session.geometry,
+                rank=rank,
+                engine=engine,
+                open_remembered_keys=open_remembered_keys,
+                daemon_grace_s=daemon_grace_s,
+            )
+            return session
         except BaseException as error:
             # Nothing stays behind: the daemon forgets the id and watches this process no more.
             with contextlib.suppress(StageCacheError):
@@ -188,6 +207,8 @@ class Session:
             try:
                 return self._staged(self.rpc.open_key(request, RPC_TIMEOUT_S))
             except DaemonLostError:
+                if self.has_ended():
+                    raise
                 # It may be starting again; the call may be repeated. An outage is waited for once.
                 now = time.monotonic()
                 gone_since = None if is_held(self._daemon_lock) else gone_since or now
@@ -214,8 +235,8 @@ class Session:
 
     # ---------------------------------------------------------------- the log
 
-    def append(self, record: Record) -> int:
-        """Publish a record; returns its sequence.
+    def append(self, record: Record, *, urgent: bool = True) -> int:
+        """Publish a record; returns its sequence. urgent: as for ``LogWriter.append``.
 
         Raises:
             SessionFailedError: the daemon ended the session.
@@ -226,7 +247,7 @@ class Session:
         if self.away or self.has_ended():
             self.check()
         try:
-            return self.log.append(record, 0.0)
+            return self.log.append(record, 0.0, urgent=urgent)
         except LogFullError:
             size = sum(section.nbytes + 8 for section in record.sections())
             if size > self.log.longest:
@@ -255,16 +276,16 @@ class Session:
             )
         if self.watcher.gone:
             return SessionFailedError(
-                f"the daemon does not hold this session any more: {self.watcher.gone}.", remedy="Restart the worker."
+                f"the daemon does not hold this session any more: {self.watcher.gone}.", remedy=ANEW
             )
         words = self.control.words
         if self.control.status == layout.STATUS_LIVE:
             return None
         if self.control.status == layout.STATUS_ENDED:
-            return SessionFailedError("the daemon was stopped and ended this session.", remedy="Restart the worker.")
+            return SessionFailedError("the daemon was stopped and ended this session.", remedy=ANEW)
         return SessionFailedError(
             f"the daemon ended this session: record {words[layout.D_FAIL_SEQUENCE]} broke a rule of the log.",
-            remedy="Its log names the rule; `stagecache status` shows it.",
+            remedy=f"Its log names the rule; `stagecache status` shows it. {ANEW}",
         )
 
     def wait_consumed(self, sequence: int, timeout_s: float, what: str, *, kind: str = "hit") -> None:
@@ -304,6 +325,7 @@ class Session:
     def _wait(
         self, ready: Callable[[], bool], timeout_s: float, what: str, listen: Callable[[float], None] | None
     ) -> None:
+        self.log.ring()
         listen = listen or self.log.listen
         deadline = time.monotonic() + timeout_s
         look_at = time.monotonic() + _ALIVE_EVERY_S
@@ -325,7 +347,8 @@ class Session:
 
     def has_ended(self) -> bool:
         """Whether the daemon ended the session: it was stopped, or a record was bad. It does not come back."""
-        return self.control.status != layout.STATUS_LIVE or self.forked or bool(self.watcher.gone)
+        live = self.control.words[layout.D_STATUS] == layout.STATUS_LIVE
+        return not live or self.forked or bool(self.watcher.gone)
 
     def _go_away(self) -> None:
         if not self.away:
@@ -345,6 +368,19 @@ class Session:
         self.away = False
         logger.warning("stagecache: the daemon at %s is back", self.rpc.credentials.socket)
         return True
+
+    def let_go(self) -> None:
+        """Give up a session that is over: the daemon, if it still holds it, gives its memory back. Not on the watch's
+        thread. What is mapped stays mapped.
+        """
+        if self.forked:
+            return
+        self.watcher.stop()
+        with contextlib.suppress(StageCacheError):
+            if not self.rpc.closed and self.control.status != layout.STATUS_ENDED:
+                self.rpc.detach(RPC_TIMEOUT_S)
+        self.rpc.close()
+        self._lock.release(unlink=True)
 
     def close(self, drain_s: float = 5.0) -> None:
         """Detach: the daemon frees the session's memory. In a forked child it does nothing: the parent goes on."""

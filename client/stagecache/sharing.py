@@ -9,6 +9,7 @@ before the gathers that read its blocks. Where a scheduler-side shim is there, i
 the cache logs them by itself:
 
     stagecache_published    dict of request id to (block id, hash) pairs that this step makes full
+    stagecache_settled      the same of earlier steps
     stagecache_fill         (block id, hash) pairs
 
 Nothing here may cost a step: what cannot be published is not shared, and blocks whose fill cannot be logged are lost
@@ -17,6 +18,8 @@ like the rows of a step (W8), so that hits on them fail and never show an older 
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from stagecache.keys import KeyBook
     from stagecache.planner import StepPlan
     from stagecache.session import Session
+
+logger = logging.getLogger("stagecache")
 
 NamedBlock: TypeAlias = tuple[int, bytes]
 """A block id of the engine, and the 32-byte hash of the content up to the block's end."""
@@ -81,6 +86,7 @@ class BlockSharing:
         self._keys = keys
         self._epochs = epochs
         self._on = False
+        self._namespace: tuple[Namespace, int] | None = None
         self._held: dict[str, list[NamedBlock]] = {}
 
     @property
@@ -90,6 +96,7 @@ class BlockSharing:
 
     def join(self, namespace: Namespace) -> Joined:
         """See ``StageCache.join_namespace``."""
+        self._namespace = namespace, self._epochs.model_resets
         answer = self._session.rpc.join_namespace(
             pb.JoinNamespaceRequest(
                 model_fingerprint=namespace.model_fingerprint,
@@ -112,6 +119,29 @@ class BlockSharing:
             answer.generation,
         )
 
+    @property
+    def vouched(self) -> Namespace | None:
+        """What the model still is, as far as is known: what was joined, and no reset has taken back."""
+        if self._namespace is None or self._epochs.model_may_differ:
+            return None
+        namespace, model_resets = self._namespace
+        return namespace if model_resets == self._epochs.model_resets else None
+
+    def join_later(self, namespace: Namespace) -> None:
+        """See ``StageCache.join_later``. Until the daemon has answered, blocks named are not kept, and fills miss."""
+        self._on = True
+
+        def run() -> None:
+            try:
+                joined = self.join(namespace)
+                if not joined.on:
+                    logger.warning("stagecache: stage %s shares no blocks: %s", self._session.stage, joined.why)
+            except StageCacheError as error:
+                self._on = False
+                logger.warning("stagecache: stage %s shares no blocks: %s", self._session.stage, error)
+
+        threading.Thread(target=run, name="stagecache-join", daemon=True).start()
+
     def begin(self, output: Any, plan: StepPlan) -> None:
         """What the scheduler output of a step says of shared blocks. Behind the flushes of requests that ended, before
         any gather of the step.
@@ -119,17 +149,25 @@ class BlockSharing:
         if self._held:
             for req_id in plan.ended:
                 self.publish(self._held.pop(req_id, ()))
+        settled = self._ready(getattr(output, "stagecache_settled", None))
+        if settled:
+            self.publish(settled)
         blocks = getattr(output, "stagecache_fill", None)
         if blocks:
             self.fill(blocks)
-        published: dict[str, list[NamedBlock]] | None = getattr(output, "stagecache_published", None)
+        plan.publish = self._ready(getattr(output, "stagecache_published", None))
+
+    def _ready(self, published: dict[str, list[NamedBlock]] | None) -> list[NamedBlock]:
+        """Blocks that may be published with this step. Rows of deferred keys come with a flush, which is at the end of
+        their request at the latest: then these blocks are.
+        """
         if not published:
-            return
-        if self._keys.policy.deferred_keys:  # Their rows come with a flush, at the end of the request at the latest.
-            for req_id, full in published.items():
-                self._held.setdefault(req_id, []).extend(full)
-        else:
-            plan.publish = [block for full in published.values() for block in full]
+            return []
+        if not self._keys.policy.deferred_keys:
+            return [block for full in published.values() for block in full]
+        for req_id, full in published.items():
+            self._held.setdefault(req_id, []).extend(full)
+        return []
 
     def publish(self, blocks: Iterable[NamedBlock]) -> int:
         """Log which blocks are full, under which hashes; how many were logged. What cannot be logged is not shared."""

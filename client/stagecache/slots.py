@@ -16,12 +16,12 @@ Runs = NDArray[np.uint32]
 
 def decode_slots(
     table: NDArray[Any],
-    positions: NDArray[np.int64],
+    positions: NDArray[Any],
     block_size: int,
     num_blocks: int,
     rows: NDArray[np.int64] | None = None,
 ) -> Runs:
-    """Slots of one token a request. table: int [requests, blocks]; positions: int64 [n]; result u32 [n].
+    """Slots of one token a request. table: int [requests, blocks]; positions: int [n]; result u32 [n].
 
     rows: int64 [n], the row of the table that belongs to each position; None for the first n rows.
 
@@ -56,45 +56,63 @@ def _rows(count: int) -> NDArray[np.int64]:
 
 
 class DecodeSlots:
-    """Slots of decode steps in a row. A request's next slot is the last one plus 1, but where a block ends; which rows
-    end one at a step is known from the first of these steps, so that only those read the block table.
+    """Slots of decode steps in a row. A request's next slot is the last one plus 1, but where a block begins; which
+    rows begin one at a step is known from the first of these steps, so that only those read the block table.
     """
 
     def __init__(self, block_size: int, num_blocks: int) -> None:
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._slots: Runs = np.empty(0, np.uint32)
-        self._expected = b""
         self._step = 0
-        self._crossing: list[NDArray[np.int64]] | None = None
+        self._beginning: list[list[tuple[int, int]]] | None = None
 
-    def read(self, table: NDArray[Any], first: NDArray[np.int64], ends: NDArray[np.int64], *, same: bool) -> Runs:
-        """As ``decode_slots``. first, ends: int64 [requests], ends = first + 1. same: the requests of the step
-        before, in the same order, none of which got another block table.
+    def start(self, table: NDArray[Any], first: NDArray[Any]) -> Runs:
+        """Slots of a step whose requests are not those of the step before: as ``decode_slots``."""
+        self._beginning = None
+        self._slots = decode_slots(table, first, self._block_size, self._num_blocks)
+        return self._slots
+
+    def follow(self, table: NDArray[Any], first: NDArray[Any]) -> Runs:
+        """Slots of a step that has the requests of the step before, each one position further, in the same order, and
+        none with another block table. first: int [requests].
 
         Raises:
             SlotMismatchError: as for ``decode_slots``.
         """
         size = self._block_size
-        if not same or first.tobytes() != self._expected:
-            self._slots = decode_slots(table, first, size, self._num_blocks)
-            self._crossing = None
+        if self._beginning is None:
+            self._step, self._beginning = 0, self._rows_by_step(first)
         else:
-            if self._crossing is None:
-                begins = -first % size
-                self._step, self._crossing = 0, [np.flatnonzero(begins == step) for step in range(size)]
+            self._step += 1
+        slots: Runs = self._slots + _ONE
+        beginning = self._beginning[self._step % size]
+        if beginning:
+            further, width = self._step // size, table.shape[1]
+            if len(beginning) > _FEW:
+                rows = np.array([row for row, _ in beginning])
+                slots[rows] = decode_slots(table, first[rows], size, self._num_blocks, rows)
             else:
-                self._step = (self._step + 1) % size
-            slots = self._slots + _ONE
-            crossing = self._crossing[self._step]
-            if len(crossing):
-                slots[crossing] = decode_slots(table, first[crossing], size, self._num_blocks, crossing)
-            self._slots = slots
-        self._expected = ends.tobytes()
-        return self._slots
+                for row, ordinal in beginning:
+                    block = int(table[row, ordinal + further]) if ordinal + further < width else -1
+                    if not 0 <= block < self._num_blocks:
+                        return self.start(table, first)  # which raises, and says why
+                    slots[row] = block * size
+        self._slots = slots
+        return slots
+
+    def _rows_by_step(self, first: NDArray[Any]) -> list[list[tuple[int, int]]]:
+        """For this step and those after it, until all rows have begun a block: (row, ordinal of the block)."""
+        size = self._block_size
+        steps: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+        for row, position in enumerate(first.tolist()):
+            steps[-position % size].append((row, -(-position // size)))
+        return steps
 
 
 _ONE = np.uint32(1)
+_FEW = 24
+"""Up to so many single look-ups are faster than one of all rows at once."""
 
 
 def batch_runs(
@@ -130,18 +148,62 @@ def batch_runs(
     return merge_runs(ids * block_size + low, high - low)
 
 
+FEW_REQUESTS, FEW_BLOCKS = 4, 64
+"""Up to so many, ``few_runs`` takes less time than ``batch_runs``, most of all when the code is cold."""
+
+
+def few_runs(table: NDArray[Any], first: list[int], counts: list[int], block_size: int, num_blocks: int) -> Runs:
+    """As ``batch_runs``, for a few requests, without numpy's arithmetic.
+
+    Raises:
+        SlotMismatchError: as for ``decode_slots``.
+    """
+    runs: list[list[int]] = []
+    for row, (start, count) in enumerate(zip(first, counts, strict=True)):
+        if count <= 0:
+            continue
+        end = start + count
+        low, high = start // block_size, (end - 1) // block_size + 1
+        if high > table.shape[1]:
+            raise SlotMismatchError(f"position {end - 1} lies beyond a block table of {table.shape[1]} blocks")
+        blocks = table[row, low:high].tolist()
+        if min(blocks) < 0 or max(blocks) >= num_blocks:
+            _check_ids(table[row, low:high], num_blocks)
+        append_runs(runs, blocks, start - low * block_size, count, block_size)
+    return np.array(runs, np.uint32).reshape(-1, 2)
+
+
+def append_runs(runs: list[list[int]], blocks: list[int], skipped: int, count: int, block_size: int) -> None:
+    """Append the runs of ``count`` positions that begin ``skipped`` positions into the first of ``blocks``, each
+    [start, length]; a run that goes on from the last one extends it.
+    """
+    for block in blocks:
+        start, length = block * block_size + skipped, min(block_size - skipped, count)
+        if runs and runs[-1][0] + runs[-1][1] == start:
+            runs[-1][1] += length
+        else:
+            runs.append([start, length])
+        count -= length
+        skipped = 0
+
+
 def span_runs(blocks: list[int], low: int, high: int, block_size: int) -> Runs:
     """Runs of positions [low, high) of one request whose block ids are ``blocks``. Result: u32 [n, 2]."""
     first, last = low // block_size, -(-high // block_size)
-    ids = np.asarray(blocks[first:last], np.int64)
-    starts = ids * block_size
-    lengths = np.full(len(ids), block_size, np.int64)
-    if len(ids):
-        cut = low - first * block_size
-        starts[0] += cut
-        lengths[0] -= cut
-        lengths[-1] -= last * block_size - high
-    return merge_runs(starts, lengths)
+    runs = np.empty((last - first, 2), np.uint32)
+    if last == first:
+        return runs
+    ids = np.array(blocks[first:last], np.int64)
+    starts, lengths = runs[:, 0], runs[:, 1]
+    np.multiply(ids, block_size, out=starts, casting="unsafe")
+    lengths[:] = block_size
+    cut = low - first * block_size
+    starts[0] += cut
+    lengths[0] -= cut
+    lengths[-1] -= last * block_size - high
+    if last - first > 1 and (ids[1:] - ids[:-1] == 1).any():
+        return merge_runs(starts.astype(np.int64), lengths.astype(np.int64))
+    return runs
 
 
 def merge_runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Runs:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from stagecache.cache import StageCache
 
 _FLUSH_MS: Final = 2000
+_TRACED: Final = ("new_step_starts", "save_outputs", "materialize", "discard_step", "close")
 
 logger = logging.getLogger("stagecache")
 
@@ -70,11 +71,18 @@ class _StepTracer:
         }
         self._begun: Span | None = None
         self._open: dict[int, Span] = {}
-        self._append = cache.session.log.append
-        for name in ("new_step_starts", "save_outputs", "materialize", "discard_step", "close"):
+        self._trace_log()
+        cache.on_renewed = self._trace_log
+        for name in _TRACED:
             inner = getattr(cache, name)
             setattr(cache, name, functools.wraps(inner)(functools.partial(getattr(self, name), inner)))
-        cache.session.log.append = self._traced_append  # type: ignore[method-assign]
+
+    def _trace_log(self) -> None:
+        """Follow the cache to the log of its session."""
+        log = self._cache.session.log
+        self._append = log.append
+        log.append = self._traced_append  # type: ignore[method-assign]
+        self._about["stagecache.session"] = self._cache.session.session_id
 
     def new_step_starts(self, inner: Callable[[Any], None], scheduler_output: Any) -> None:
         if self._begun is not None:
@@ -110,6 +118,9 @@ class _StepTracer:
             span.end()
         self._open.clear()
         self._flush()
+        for name in _TRACED:  # They refer to the cache that holds them, and its mapping would outlive it.
+            vars(self._cache).pop(name, None)
+        vars(self._cache.session.log).pop("append", None)
 
     def _consume(self, name: str, inner: Callable[..., Any], step_id: int, *more: Any) -> Any:
         step = self._open.get(step_id)
@@ -128,9 +139,9 @@ class _StepTracer:
         with self._tracer.start_as_current_span(f"stagecache.{name}", context=self._context_of(step)):
             return inner(*arguments, **named)
 
-    def _traced_append(self, record: Record, timeout_s: float) -> int:
+    def _traced_append(self, record: Record, timeout_s: float, *, urgent: bool = True) -> int:
         context = self._current().get_span_context()
         log = self._cache.session.log
         if context.trace_flags.sampled:
             write_context(self._cache.session.control.words, log.head + 1, context.trace_id, context.span_id)
-        return self._append(record, timeout_s)
+        return self._append(record, timeout_s, urgent=urgent)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from collections.abc import Callable
 from typing import Final
 
 from stagecache.errors import AbiMismatchError, StageCacheError, TokenRefusedError, UnknownSessionError
@@ -36,10 +37,21 @@ class Watcher:
         self._rpc = rpc
         self._stopped = threading.Event()
         self._watch: Watch | None = None
+        self._over = False
+        self._on_over: Callable[[], None] | None = None
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="stagecache-watch", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    def when_over(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called once the daemon has ended the session, or now: on the watch's thread, or on this one."""
+        with self._lock:
+            self._on_over = call
+            over = self._over
+        if over:
+            call()
 
     def stop(self) -> None:
         """End the stream and the thread."""
@@ -62,6 +74,7 @@ class Watcher:
                         self.reset_cause = event.cause or "asked for by an operator"
                     elif event.kind == pb.WatchEvent.KIND_FAILED:
                         logger.warning("stagecache: the daemon ended this session: %s", event.cause)
+                        self._tell_over()
                     elif event.kind == pb.WatchEvent.KIND_SHUTDOWN:
                         logger.warning("stagecache: the daemon stops: %s", event.cause)
             except UnknownSessionError as error:
@@ -87,4 +100,12 @@ class Watcher:
 
     def _give_up(self, error: StageCacheError) -> None:
         self.gone = str(error)
-        logger.warning("stagecache: prefix hits fail until the worker is restarted: %s", error)
+        logger.warning("stagecache: prefix hits fail until this worker is attached anew: %s", error)
+        self._tell_over()
+
+    def _tell_over(self) -> None:
+        with self._lock:
+            told, self._over = self._over, True
+            call = self._on_over
+        if call is not None and not told:
+            call()

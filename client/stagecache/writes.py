@@ -25,6 +25,10 @@ class WriteState(IntEnum):
     FAILED = 5
 
 
+_NEXT = (*list(WriteState)[1:5], None, None)
+"""By state: the one that follows; none leads on from WRITTEN and FAILED."""
+
+
 class IllegalTransitionError(RuntimeError):
     """A write was asked to skip a state, to go back, or to leave a final one."""
 
@@ -49,15 +53,18 @@ class Write:
             IllegalTransitionError: any other move.
         """
         now = self.state
+        if to is _NEXT[now]:
+            if sequence:
+                self.sequence = sequence
+            self.state = to
+            return
         if to is WriteState.FAILED:
             if now >= WriteState.WRITTEN:
                 raise IllegalTransitionError(f"{self.what}: {now.name} is final, it cannot fail")
             self.cause = cause
-        elif to != now + 1 or now >= WriteState.WRITTEN:
+            self.state = to
+        else:
             raise IllegalTransitionError(f"{self.what}: from {now.name} to {to.name}")
-        if sequence:
-            self.sequence = sequence
-        self.state = to
 
     def settled(self, consumed: int) -> bool:
         """Whether the write is over; sees WRITTEN from the daemon's ``consumed``."""

@@ -22,6 +22,9 @@ MAGIC = int.from_bytes(b"STGCACHE", "little")
 ABI = 2
 """Raised whenever a byte of any segment or record changes its meaning."""
 
+MAX_SEQUENCE = (1 << 62) - 1
+"""Claim words hold a sequence above two bits. No log gets so far, but a word that somebody scribbled on may say so."""
+
 WORD = 8
 ENTRY_WORDS = 8
 RESULT_WORDS = 8
@@ -77,6 +80,9 @@ D_RECORDS = D_BASE + 19
 D_SCATTERED_BYTES = D_BASE + 20
 D_GATHERED_BYTES = D_BASE + 21
 D_BUSY_NS = D_BASE + 22
+D_ASLEEP = D_BASE + 128
+"""1: the consumer sleeps until it is rung for; 0: it looks at ``head`` by itself, every few milliseconds. A hint: a
+worker that rings for no reason, or does not ring, costs time and nothing else."""
 
 STATUS_LIVE = 0
 STATUS_FAILED = 1

@@ -23,6 +23,9 @@ from stagecached.sessions import SessionManager
 
 log = structlog.get_logger()
 
+MOST_STUCK = 2
+"""Daemons that one record may bring to an end: a session is not worth those of all others."""
+
 _BASE_PARTS = frozenset({"control", "arena", "slots", "daemon", "worker"})
 _KEY_PARTS = ("staging", "pool", "table")
 
@@ -44,17 +47,21 @@ async def take_over(manager: SessionManager, manifests: ManifestStore) -> Leftov
     manifests.remove_drafts()
     adopted = lost = removed = 0
     found = sweep.node_groups().get(manager.node, sweep.NodeGroup(manager.node)).sessions
-    for session_id in sorted({*found, *manifests.session_ids()}):
+    noted = set(manifests.session_ids())
+    for session_id in sorted({*found, *noted}):
         swept = sweep.sweep_session(manager.node, session_id)
         if swept is not None:
             manifests.remove(session_id)
             removed += swept
             lost += 1
+        elif session_id not in noted and set(sweep.parts_of(manager.node, session_id)) <= {"lock"}:
+            manager.expect(session_id)  # A client that has no session yet, or none at all: a scheduler with leases.
         elif await _adopt(manager, manifests, session_id):
             adopted += 1
         else:
             manifests.remove(session_id)
             removed += sweep.remove_session_files(manager.node, session_id)
+            manager.shared.owner_gone(session_id)
             manager.expect(session_id)
             lost += 1
     removed += sweep.sweep_other_nodes(manager.node)
@@ -67,6 +74,12 @@ async def _adopt(manager: SessionManager, manifests: ManifestStore, session_id: 
     try:
         manifest = manifests.load(session_id)
         segments = await manager.background.in_thread(lambda: _map(manager, manifest))
+        sequence, times = manifests.stuck(session_id)
+        if times >= MOST_STUCK and sequence == segments.consumed + 1:
+            segments.words[layout.D_FAIL_SEQUENCE] = sequence
+            segments.status = layout.STATUS_FAILED
+            segments.close()
+            raise AdoptError(f"{times} daemons were stuck in its record {sequence}")
     except (ManifestError, AdoptError, BadGeometryError) as error:
         log.warning("session cannot be adopted", session=session_id, why=str(error))
         return False

@@ -41,6 +41,7 @@ _METAVARS: Final = {
     "max_sessions": "N",
     "merge_threads": "N",
     "drain_timeout_s": "SECONDS",
+    "watchdog_s": "SECONDS",
     "metrics_port": "PORT",
     "metrics_address": "ADDRESS",
     "group": "GROUP",
@@ -124,6 +125,13 @@ class Settings(BaseSettings):
     drain_timeout_s: float = Field(
         default=5.0, ge=0, le=600, description="longest time to work off the logs at a stop, in seconds"
     )
+    watchdog_s: float = Field(
+        default=30.0,
+        ge=0,
+        le=3600,
+        description="time after which a daemon whose event loop or consumer is stuck ends itself, with status 4, so "
+        "that the next one adopts its sessions, in seconds, at least 1; 0: never",
+    )
     group: str = Field(
         default="", description="group whose members may connect too, by name or number; none: only this user"
     )
@@ -156,6 +164,13 @@ class Settings(BaseSettings):
                 f"the path of its peer socket would have {len(peer)} bytes, the kernel allows "
                 f"{MAX_SOCKET_PATH_BYTES}: choose a shorter one"
             )
+        return value
+
+    @field_validator("watchdog_s")
+    @classmethod
+    def _watchdog_is_patient(cls, value: float) -> float:
+        if 0 < value < 1:
+            raise ValueError("less than a second is no time to be stuck: 0 turns the watchdog off")
         return value
 
     @field_validator("group")

@@ -5,11 +5,17 @@ two of them; the next one starts at ``consumed`` + 1 and does the record again, 
 
     every effect of the record, then its results, then ``consumed`` (one aligned 8-byte store), then the doorbell
 
+Waking a thread costs the one who rings. So after a record the consumer stays *warm* for a while: it looks at ``head``
+by itself every few milliseconds, and the worker rings only for what cannot wait so long. Then it falls *asleep*, says
+so in a word of its own, and is rung for again.
+
 ``_point`` stands between any two shared stores. Here it does nothing; the crash tests kill the process in it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +26,7 @@ import posix_ipc
 from numpy.typing import NDArray
 
 from stagecache_wire import layout, presence
-from stagecache_wire.fence import fence
+from stagecache_wire.fence import fence, full_fence
 from stagecache_wire.records import BadRecordError, KeyMode, Kind, Record, decode, expand_runs
 from stagecache_wire.results import Result
 from stagecached import lookup as lookup_module
@@ -32,6 +38,11 @@ from stagecached.validate import REASON_SESSION_FAILED, check_record, read_entry
 
 IDLE_SLICE_S: Final = 0.2
 """Longest wait for the doorbell before the log is read again: a count in a semaphore is no truth."""
+WARM_S: Final = 0.1
+"""How long after a record the consumer looks by itself."""
+FIRST_LOOK_S: Final = 0.001
+LONGEST_LOOK_S: Final = 0.004
+"""Waits between two looks of a warm consumer: each twice the one before it, from the first to the longest."""
 
 
 class Consumer:
@@ -40,6 +51,8 @@ class Consumer:
     It waits for nothing but its doorbell. It holds no lock while it works; ``_progress`` is taken only to wake
     threads of this daemon that wait for a sequence.
     """
+
+    warm_s = WARM_S
 
     def __init__(
         self,
@@ -83,6 +96,8 @@ class Consumer:
         deadline = time.monotonic() + timeout_s
         with self._progress:
             self._waiters += 1
+            if self._segments.consumed < sequence:
+                self._segments.daemon_doorbell.release()
             try:
                 while self._segments.consumed < sequence:
                     left = deadline - time.monotonic()
@@ -116,18 +131,41 @@ class Consumer:
     # ---------------------------------------------------------------- the loop
 
     def _run(self) -> None:
-        doorbell = self._segments.daemon_doorbell
+        _never_preempt()
+        seen, warm_until, look_s = -1, 0.0, FIRST_LOOK_S
         while True:
             self._drain()
             if self.failure is not None:
                 return
+            consumed, now = self._segments.consumed, time.monotonic()
             stop_at = self._stop_at
-            if stop_at is not None and (self._segments.head == self._segments.consumed or time.monotonic() >= stop_at):
+            if stop_at is not None and (self._segments.head == consumed or now >= stop_at):
                 return
-            try:
-                doorbell.acquire(IDLE_SLICE_S)
-            except posix_ipc.BusyError:
-                continue
+            if consumed != seen:
+                warm_until = now + self.warm_s if seen >= 0 else now
+                seen, look_s = consumed, FIRST_LOOK_S
+            if now < warm_until:
+                self._listen(look_s)
+                look_s = min(2 * look_s, LONGEST_LOOK_S)
+            else:
+                self._sleep()
+
+    def _listen(self, slice_s: float) -> None:
+        with contextlib.suppress(posix_ipc.BusyError):
+            self._segments.daemon_doorbell.acquire(slice_s)
+
+    def _sleep(self) -> None:
+        """Wait to be rung for. Said before the last look at ``head``, as the worker looks at this word after it stored
+        ``head``: so either it rings or the record is seen here.
+        """
+        self._words[layout.D_ASLEEP] = 1
+        full_fence()
+        self._point("after_asleep")
+        if self._segments.head == self._segments.consumed:
+            self._listen(IDLE_SLICE_S)
+        if self._segments.head != self._segments.consumed:
+            self._words[layout.D_ASLEEP] = 0
+            self._point("after_awake")
 
     def _drain(self) -> None:
         """Do every record that is published and not consumed."""
@@ -141,6 +179,8 @@ class Consumer:
             try:
                 record = self._read(sequence)
                 self._do(record)
+                self.figures.done(record, begun_ns)
+                self._publish(sequence)
             except BadRecordError as error:
                 self._fail(sequence, str(error))
                 return
@@ -149,8 +189,6 @@ class Consumer:
                 raise
             finally:
                 self.busy_since = None
-            self.figures.done(record, begun_ns)
-            self._publish(sequence)
 
     def _read(self, sequence: int) -> Record:
         words, payload = read_entry(self._segments, sequence)
@@ -308,3 +346,12 @@ class Consumer:
 
     def _point(self, name: str) -> None:
         """Between two shared stores. Crash tests kill the process here."""
+
+
+def _never_preempt() -> None:
+    """Ask that this thread, when it is woken, does not take the CPU from whoever woke it: that is an engine in a step.
+
+    As a batch thread it gets the same share of the CPU, and starts when one is free or the other's slice is over.
+    """
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

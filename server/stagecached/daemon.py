@@ -46,6 +46,7 @@ from stagecached.shared.owners import LeaseOwners
 from stagecached.shared.store import NamespaceStore
 from stagecached.stats import package_version, resident_bytes
 from stagecached.watch import WatchHub
+from stagecached.watchdog import Watchdog
 from stagecached.web.observatory import Observatory
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
@@ -98,11 +99,18 @@ class Daemon:
         )
         self._observatory = Observatory(self._manager, paths.socket)
         if self._shared.is_on:
-            self._observatory.monitor.index = self._shared
+            self._observatory.monitor.index = self._shared.totals
         tokens = Tokens.at(paths.secret)
         self._peer = PeerServer(paths.peer_socket, settings.access, tokens, self._manager, self._boot_id, self._owners)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._server = self._make_server(tokens)
+        self._watchdog = Watchdog(
+            paths.socket,
+            self._manager.all,
+            self._gets_on,
+            limit_s=settings.watchdog_s,
+            note_stuck=self._manifests.note_stuck,
+        )
         self._stop: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
@@ -146,14 +154,22 @@ class Daemon:
         await self._server.start()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         self._observatory.serving(True)
+        self._watchdog.start()
+
+    def _gets_on(self, why: str) -> None:
+        """The watchdog's verdict. why: what is stuck; nothing where nothing is."""
+        status = health_pb2.HealthCheckResponse
+        self._manager.background.keep(self._set_health(status.NOT_SERVING if why else status.SERVING))
+        self._observatory.serving(not why, why)
 
     async def _shut_down(self, *, keep: bool) -> None:
+        self._watchdog.stop()
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self._observatory.serving(False)
         await self._peer.stop()
         await self._manager.stop(keep=keep, drain_s=self._settings.drain_timeout_s)
         await self._server.stop(CALLS_GRACE_S)
-        self._owners.close()
+        self._owners.stop(keep=keep)
         self._shared.stop(keep=keep)
         await self._observatory.stop()
         self._settings.paths.socket.unlink(missing_ok=True)

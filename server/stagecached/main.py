@@ -1,7 +1,7 @@
 """Command line of the daemon: ``stagecached --socket PATH``.
 
-Exit status: 0 after a stop that was asked for, 2 for settings that cannot be used, 3 where it cannot start here, 1 for
-anything else.
+Exit status: 0 after a stop that was asked for, 2 for settings that cannot be used, 3 where it cannot start here, 4
+where it was stuck (``stagecached.watchdog``), 1 for anything else.
 """
 
 from __future__ import annotations

@@ -109,6 +109,24 @@ class ManifestStore:
 
     def remove(self, session_id: str) -> None:
         self._path(session_id).unlink(missing_ok=True)
+        self._stuck_path(session_id).unlink(missing_ok=True)
+
+    def _stuck_path(self, session_id: str) -> Path:
+        return self._directory / f"{session_id}.stuck"
+
+    def note_stuck(self, session_id: str, sequence: int) -> None:
+        """This daemon ends since its consumer is stuck in the record ``sequence`` of a session."""
+        before, times = self.stuck(session_id)
+        times = times + 1 if before == sequence else 1
+        write_atomically(self._stuck_path(session_id), f"{sequence} {times}\n")
+
+    def stuck(self, session_id: str) -> tuple[int, int]:
+        """The record that daemons were stuck in, and how many in a row; (0, 0) where none was."""
+        try:
+            sequence, times = self._stuck_path(session_id).read_text(encoding="ascii").split()
+            return int(sequence), int(times)
+        except (OSError, ValueError):
+            return 0, 0
 
     def remove_drafts(self) -> None:
         """Remove what a kill in the middle of ``save`` left."""

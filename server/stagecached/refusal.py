@@ -37,7 +37,6 @@ _CODES: Final[dict[int, grpc.StatusCode]] = {
     pb.REASON_TOO_MANY: grpc.StatusCode.RESOURCE_EXHAUSTED,
     pb.REASON_UNKNOWN_STAGE: grpc.StatusCode.NOT_FOUND,
     pb.REASON_UNSUPPORTED_HASH: grpc.StatusCode.INVALID_ARGUMENT,
-    pb.REASON_NOT_JOINED: grpc.StatusCode.FAILED_PRECONDITION,
     pb.REASON_UNKNOWN_NAMESPACE: grpc.StatusCode.NOT_FOUND,
     pb.REASON_INTERNAL: grpc.StatusCode.INTERNAL,
 }

@@ -151,7 +151,8 @@ class SessionSegments:
 
     @property
     def epoch_sequence(self) -> int:
-        return self.words[layout.D_EPOCH_SEQUENCE]
+        """Sequence of the last RESET; a word that a worker scribbled on must not stop who reads all sessions."""
+        return min(self.words[layout.D_EPOCH_SEQUENCE], layout.MAX_SEQUENCE)
 
     @property
     def status(self) -> int:

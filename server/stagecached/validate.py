@@ -22,6 +22,8 @@ def read_entry(segments: SessionSegments, sequence: int) -> tuple[list[int], byt
     """
     control = segments.layout
     head = segments.head
+    if sequence > layout.MAX_SEQUENCE:
+        raise BadRecordError(f"sequence {sequence} is more than a claim can hold")
     if head - sequence >= control.log_entries:
         raise BadRecordError(f"head is {head - sequence + 1} records ahead, the log holds {control.log_entries}")
     at = control.entry_word(sequence)

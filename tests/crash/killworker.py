@@ -45,7 +45,7 @@ PLACES: dict[str, tuple[str, str, bool]] = {
     "record published": ("stagecache.log", "LogWriter.append", True),
     "hit waited for, tail not copied": ("stagecache.hits", "HitReader.read", True),
     "extent leased": ("stagecache.arena", "Arena.lease", True),
-    "deferred rows logged": ("stagecache.saver", "StepSaver._flush_logged", True),
+    "deferred rows logged": ("stagecache.pages", "FlushLog.logged", True),
     "epoch raised": ("stagecache.epochs", "Epochs.reset", True),
     "about to detach": ("stagecache.rpc", "Rpc.detach", False),
     "detached, lock held": ("stagecache.rpc", "Rpc.detach", True),

@@ -125,6 +125,7 @@ class CountsDoorbells(Consumer):
     """One record for each time that the doorbell was rung; the words are not looked at otherwise."""
 
     def _run(self) -> None:
+        self._words[layout.D_ASLEEP] = 1
         while self._stop_at is None and self.failure is None:
             try:
                 self._segments.daemon_doorbell.acquire(IDLE_SLICE_S)

@@ -67,14 +67,14 @@ def gathers_ride_on_the_next_save() -> Iterator[None]:
         if pairs:
             HitReader.logged(pairs, append(session, HitReader._record(pairs)))
 
-    def ride(self: Session, record: Record) -> int:
+    def ride(self: Session, record: Record, **how: Any) -> int:
         if record.kind in (Kind.RESET, Kind.LOST, Kind.CLOSE_KEY):
             alone(self, take(ripe, waiting))
         riding = take(ripe) if record.kind is Kind.SAVE else []
         if riding:
             carrier = HitReader._record(riding)
             record.spans, record.span_runs, record.gathers = carrier.spans, carrier.span_runs, carrier.gathers
-        sequence = append(self, record)
+        sequence = append(self, record, **how)
         HitReader.logged(riding, sequence)
         return sequence
 
@@ -159,8 +159,8 @@ def versions_counted() -> Iterator[None]:
     append, add_deferred = LogWriter.append, StepSaver._add_deferred
     written = [0]
 
-    def count(self: LogWriter, record: Record, timeout_s: float) -> int:
-        sequence = append(self, record, timeout_s)
+    def count(self: LogWriter, record: Record, timeout_s: float, **how: Any) -> int:
+        sequence = append(self, record, timeout_s, **how)
         written[0] += record.kind in (Kind.SAVE, Kind.LOST)
         return sequence
 

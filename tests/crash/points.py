@@ -50,10 +50,16 @@ class Plan:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+ASLEEP: frozenset[str] = frozenset({"after_asleep", "after_awake"})
+"""Points that a consumer comes to when it was idle for a while: for deaths there it sleeps as soon as it is idle."""
+
+
 def killing(base: type[Consumer], plan: Plan) -> type[Consumer]:
     """``base`` with its points wired to ``plan``."""
 
     class Killing(base):  # type: ignore[misc, valid-type]
+        warm_s = 0.0 if plan.point in ASLEEP else base.warm_s
+
         def _point(self, name: str) -> None:
             plan.reached(name)
 

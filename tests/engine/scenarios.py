@@ -250,6 +250,29 @@ def killed_daemon(checkpoint: Path, out: Path) -> dict[str, Any]:
     return {"answered": answered, "errors": errors, "prompts": judged, "last": last}
 
 
+def late_daemon(llm: Any, out: Path) -> dict[str, Any]:
+    """A daemon starts under the running engine: its hits have their rows soon, and are the bits of the first run."""
+    import time
+
+    from stagecache.local_daemon import LocalDaemon
+    from stagecache.shim.assemble import PromptAssembler
+    from stagecache.shim.vllm import on_step
+
+    prompts: list[Any] = []
+    errors: list[str] = []
+    unsubscribe = on_step(PromptAssembler(prompts.append, lambda _, error: errors.append(type(error).__name__)))
+    judged: dict[str, Any] = {}
+    with LocalDaemon(out):
+        deadline = time.monotonic() + 60
+        while not judged and time.monotonic() < deadline:
+            generate(llm, {f"late{len(prompts) + len(errors)}": SHARED})
+            computed = [prompt for prompt in prompts if not prompt.from_cache]
+            if computed and prompts[-1].from_cache:
+                judged = judge(prompts[-1], computed[-1].hidden, 128)
+    unsubscribe()
+    return judged | {"errors": sorted(set(errors))}
+
+
 def without_daemon(checkpoint: Path, out: Path) -> dict[str, Any]:
     """The engine runs, says once that there is no cache, and only rows of hits are missing."""
     warnings: list[str] = []
@@ -278,6 +301,7 @@ def without_daemon(checkpoint: Path, out: Path) -> dict[str, Any]:
     unsubscribe = on_step(consume)
     hit = generate(llm, {"hit": SHARED})["hit"]
     unsubscribe()
+    late = late_daemon(llm, out)
     raised = ""
     try:
         recorded(lambda: generate(llm, {"raises": SHARED}))
@@ -285,6 +309,7 @@ def without_daemon(checkpoint: Path, out: Path) -> dict[str, Any]:
         raised = type(error).__name__
     stop(llm)
     return {
+        "late": late,
         "warnings": warnings,
         "answered": [len(silent.outputs[0].token_ids), len(hit.outputs[0].token_ids)],
         "miss_rows": list(whole["miss"].hidden.shape),

@@ -134,10 +134,11 @@ def test_a_killed_daemon_costs_rows_of_hits_and_never_gives_wrong_ones(run_scena
     assert prompts[answer["last"]]["hit"] == 128
 
 
-def test_without_a_daemon_the_engine_runs_and_only_rows_of_hits_are_missing(
+def test_without_a_daemon_the_engine_runs_and_only_rows_of_hits_are_missing_until_one_comes(
     run_scenario: Scenario, tmp_path: Path
 ) -> None:
-    socket = tmp_path / "nobody.sock"
+    """The daemon that starts last is attached to by itself, and the engine forgets the hashes of the time before."""
+    socket = tmp_path / "stagecached.sock"
     answer = run_scenario("without_daemon", tmp_path, STAGECACHE_SOCKET=str(socket), VLLM_LOGGING_LEVEL="WARNING")
     assert len(answer["warnings"]) == 1
     assert str(socket) in answer["warnings"][0]
@@ -148,6 +149,10 @@ def test_without_a_daemon_the_engine_runs_and_only_rows_of_hits_are_missing(
     assert len(answer["errors"]) == 1
     assert "positions 0 to 127" in answer["errors"][0]
     assert answer["raised"] == "MissingRowsError"
+    assert answer["late"].get("equal"), answer["late"]
+    assert not answer["late"]["shifted_close"]
+    assert set(answer["late"]["errors"]) <= {"MissingRowsError", "UnreadableHitError"}
+    assert answer["late"]["from_cache"] == answer["late"]["hit"] == 128
 
 
 def test_what_cannot_be_served_is_refused_at_start(run_scenario: Scenario, tmp_path: Path) -> None:

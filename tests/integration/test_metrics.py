@@ -18,10 +18,11 @@ from stagecache import errors
 from stagecache.rpc import Rpc, handshake
 from stagecache_wire.records import KeyMode, Kind, Record, key_words
 from stagecache_wire.v1 import stagecache_pb2 as pb
-from stagecached.metrics.catalog import INDEX_METRICS, METRICS
+from stagecached.metrics.catalog import METRICS
 from tests.daemon_process import DaemonProcess, poll_until
 from tests.integration.helpers import worker
 from tests.integration.metrics_kit import get, metrics_daemon, url_of
+from tests.integration.sharing_worker import SharingWorker, acquire, hashes, lookup
 from tests.integration.worker_process import WorkerProcess, attach_request, key
 from tests.model.real import RealCache
 from tests.model.steps import Refused
@@ -33,7 +34,7 @@ CONSTANT = {
     "stagecache_build_info", "stagecache_start_time_seconds", "stagecache_budget_bytes", "stagecache_shm_size_bytes",
     "stagecache_session_info", "stagecache_slots", "stagecache_staging_pages", "stagecache_arena_bytes",
     "stagecache_key_pool_bytes", "stagecache_key_staging_bytes", "stagecache_key_row_bytes", "stagecache_key_locked",
-    "stagecache_memory_bytes",
+    "stagecache_memory_bytes", "stagecache_index_bytes",
 }  # fmt: skip
 """Series that say how something is made; that they are there and not zero is all that they can show."""
 
@@ -41,6 +42,8 @@ ELSEWHERE = {
     ("stagecache_rpc_refused_total", "internal"): "needs a defect; tests/unit/server/test_metrics_parts.py",
     ("stagecache_rpc_refused_total", "shutting_down"): "nobody scrapes a daemon that stops; the same file",
     ("stagecache_gc_pause_seconds", "2"): "a full collection comes after hours; the same file",
+    ("stagecache_index_evictions_total", "reset"): "tests/unit/server/shared/test_membership.py",
+    ("stagecache_index_filled_blocks_total", ""): "the same file",
 }
 """Series that no driver from outside can move: (name, value of a label) and where it is shown instead."""
 
@@ -81,7 +84,7 @@ class Scrapes:
             name, pairs = series
             if not name.startswith("stagecache_") or name.endswith("_bucket") or name == "stagecache_key_locked":
                 continue  # the limit of the machine decides what is locked
-            if any(name.startswith(metric) and value in dict(pairs).values() for metric, value in ELSEWHERE):
+            if any(name.startswith(metric) and value in (dict(pairs).values() or ("",)) for metric, value in ELSEWHERE):
                 continue
             labels = {label: value for label, value in pairs if label not in NAMED}
             title = f"{name}{labels}"
@@ -334,6 +337,29 @@ def refused_calls(scrapes: Scrapes) -> None:
     poll_until(lambda: (scrapes.take(), scrapes.value("stagecache_session_events_total", event="worker_dead"))[1], "it")
 
 
+def shared_blocks(scrapes: Scrapes) -> None:
+    """Blocks that are stored, found, leased, evicted, and dropped with their namespace; calls that are refused."""
+    socket = scrapes.daemon.socket
+    sharing = SharingWorker(socket)
+    blocks = sharing.join().num_blocks
+    scrapes.take()
+    for number in range(blocks + 2):
+        sharing.share(number)
+    sharing.share(blocks + 1)
+    sharing.publish([9], hashes(blocks + 9), 0)  # never written
+    lookup(sharing.rpc, blocks, blocks + 9)
+    acquire(sharing.rpc, "r", blocks)
+    scrapes.take()
+    sharing.rpc.release_blocks(pb.ReleaseBlocksRequest(all=True), 5.0)
+    refused(lambda: sharing.join(hash_algorithm="xxhash"))
+    refused(lambda: lookup(sharing.rpc, 1, namespace=pb.NamespaceRef(namespace_id="0" * 64)))
+    sharing.close()
+    other = SharingWorker(socket, stage="another")
+    assert other.join().on  # in place of the namespace that nobody is in
+    scrapes.take()
+    other.close()
+
+
 def outage(scrapes: Scrapes) -> None:
     """The daemon is killed under a worker, gone, and back."""
     daemon = scrapes.daemon
@@ -361,13 +387,15 @@ def outage(scrapes: Scrapes) -> None:
 
 @pytest.mark.slow
 def test_every_exported_series_moves(tmp_path: Path) -> None:
-    with metrics_daemon(tmp_path, "--memory-budget", "1TiB", "--max-sessions", "4") as daemon:
+    settings = ("--memory-budget", "1TiB", "--max-sessions", "4", "--shared-bytes", "16KiB")
+    with metrics_daemon(tmp_path, *settings) as daemon:
         scrapes = Scrapes(daemon)
         first = scrapes.take()
-        plain = {name for name, metric in METRICS.items() if "stage" not in metric.labels} - INDEX_METRICS
+        plain = {name for name, metric in METRICS.items() if "stage" not in metric.labels}
         assert plain <= {name.removesuffix("_count") for name, _ in first}, "every series is there at the start"
         for path in (
-            rows_paths, deferred_paths, trouble_paths, waiting_paths, broken_session, refused_calls, outage,
+            rows_paths, deferred_paths, trouble_paths, waiting_paths, broken_session, refused_calls, shared_blocks,
+            outage,
         ):  # fmt: skip
             path(scrapes)
         still = "\n".join(scrapes.still())

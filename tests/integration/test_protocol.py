@@ -82,7 +82,7 @@ class CountedBell:
         self._bell.release()
 
 
-def test_a_decode_step_without_hits_is_one_record_one_post_and_no_call(
+def test_a_decode_step_without_hits_is_one_record_at_most_one_post_and_no_call(
     load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = [Part(f"r{index}", [index], 0, 1) for index in range(REQUESTS)]
@@ -101,7 +101,7 @@ def test_a_decode_step_without_hits_is_one_record_one_post_and_no_call(
         assert [out.hidden_states[part.req_id][0, 0].item() for part in parts] == [
             float(load.steps * 100 + row) for row in range(REQUESTS)
         ], f"step {step}"
-    assert bell.rings == DECODES
+    assert bell.rings < DECODES, "a daemon that looks by itself is not rung for"
     assert session.control.words[layout.W_HEAD] - before[1] == DECODES
     assert (session.rpc.calls, calls) == (before[0], [])
     monkeypatch.undo()

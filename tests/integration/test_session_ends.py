@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -68,28 +67,6 @@ def test_a_forked_child_can_neither_end_nor_write_its_parents_session(daemon: An
         merged = cache.materialize(prefill(cache, view, "b", 4, [0, 1]), ["b"]).hidden_states
         assert merged is not None
         assert merged["b"][:, 0].tolist() == list(range(8))
-    finally:
-        cache.close()
-
-
-def test_a_session_that_the_new_daemon_cannot_adopt_is_over_at_once(fresh_daemon: Any) -> None:
-    """No save waits for a daemon that will never read its page; hits say what happened."""
-    view = OneRequest()
-    cache = attach(fresh_daemon, "lost", view)
-    try:
-        cache.discard_step(prefill(cache, view, "a", 0, [0]))
-        fresh_daemon.kill()
-        for manifest in (fresh_daemon.socket.parent / f"{fresh_daemon.socket.name}.d" / "sessions").iterdir():
-            manifest.unlink()
-        fresh_daemon.restart()
-        poll_until(lambda: bool(cache.session.watcher.gone), "the worker to notice")
-        started = time.monotonic()
-        for number in range(3 * GEOMETRY.staging_depth):
-            merged = cache.materialize(prefill(cache, view, f"b{number}", 0, [1]), [f"b{number}"]).hidden_states
-            assert merged is not None
-        assert time.monotonic() - started < 5
-        with pytest.raises(SessionFailedError, match="Restart the worker"):
-            cache.materialize(prefill(cache, view, "c", 4, [1, 2]), ["c"])
     finally:
         cache.close()
 

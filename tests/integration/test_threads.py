@@ -21,6 +21,7 @@ import torch
 
 from stagecache import Geometry, StageCache
 from stagecache.arena import Arena
+from stagecache.attachment import Attachment
 from stagecache.errors import StageCacheError
 from stagecache.hits import HitReader
 from stagecache.log import LogWriter
@@ -32,7 +33,8 @@ from stagecache.step import NewRequest, SchedulerStep
 BLOCKS, SIZE = 24, 4
 GEOMETRY = Geometry(BLOCKS, SIZE, staging_capacity_tokens=64, staging_depth=4, arena_bytes=1 << 16)
 HANDOFFS: list[tuple[type, tuple[str, ...]]] = [
-    (StageCache, ("_take", "_end_step", "_delivered", "_hand_out")),
+    (StageCache, ("_take", "_end_step", "_delivered")),
+    (Attachment, ("hand_out", "release")),
     (HitReader, ("plan", "records", "read", "release")),
     (Arena, ("allocate", "free", "lease", "may_lease")),
     (StepPages, ("try_claim", "hand_out", "wait")),
@@ -193,10 +195,10 @@ def page_freed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = StageCache._take
 
     def take(self: StageCache, step_id: int, wanted: list[str]) -> Any:
-        step, clipped = taken(self, step_id, wanted)
-        self._saver.pages.hand_out(step.page)
+        found = taken(self, step_id, wanted)
+        self._saver.pages.hand_out(found[0].page)
         time.sleep(0.002)
-        return step, clipped
+        return found
 
     monkeypatch.setattr(StageCache, "_take", take)
 
@@ -220,7 +222,7 @@ def hit_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def extent_given_back_while_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StageCache, "_hand_out", lambda self, hit, name, rows: rows)
+    monkeypatch.setattr(Attachment, "hand_out", lambda self, hit, name, rows: rows)
 
 
 @pytest.mark.parametrize("mutate", [page_freed_first, hit_not_waited_for, extent_given_back_while_held])

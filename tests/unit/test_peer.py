@@ -42,6 +42,30 @@ class Registry:
 Ask = Callable[[Any], dict[str, Any]]
 
 
+def test_a_scheduler_gets_a_lock_only_where_it_names_its_engine(tmp_path: Path) -> None:
+    """A client that may hold leases must be seen to die; one that only watches needs no lock."""
+    hello = {"abi": ABI, "role": "scheduler"}
+    workers, schedulers = Registry(), Registry()
+
+    async def main() -> list[Any]:
+        server = peer.PeerServer(tmp_path / "p.sock", Access(), TOKENS, workers, 77, schedulers)
+        await server.start()
+        answers = []
+        for question in (hello, {**hello, "engine": "e"}):
+            reader, writer = await asyncio.open_unix_connection(tmp_path / "p.sock")
+            writer.write(json.dumps(question).encode() + b"\n")
+            answers.append(json.loads(await asyncio.wait_for(reader.readline(), 5.0)))
+            writer.close()
+        await server.stop()
+        return answers
+
+    plain, leasing = asyncio.run(main())
+    assert plain["worker_lock"] is None
+    assert leasing["worker_lock"] == f"/lock/{leasing['session_id']}"
+    assert list(schedulers.pidfds) == [leasing["session_id"]]
+    assert not workers.pidfds
+
+
 def serve(tmp_path: Path, questions: list[Any], access: Access | None = None) -> tuple[list[dict[str, Any]], Registry]:
     """The answers to some questions (bytes as they are, else as JSON), and what the registry saw."""
     registry = Registry()

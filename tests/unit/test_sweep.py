@@ -60,6 +60,24 @@ def test_session_of_a_live_worker_is_kept_and_its_nodes_lock_with_it(shm: Path) 
     assert names(shm) == set()
 
 
+def test_shared_blocks_go_with_their_daemon_unless_a_worker_of_it_lives(shm: Path) -> None:
+    """A daemon may come back for both; without either, nobody would ever unlink them."""
+    leave(shm, OTHER, ONE)
+    shared = [shm / f"stagecache.{node}.shared.{ONE}" for node in (OTHER, NODE)]
+    for path in shared:
+        path.touch()
+    worker = LifeLock(shm / f"stagecache.{OTHER}.{ONE}.lock")
+    assert sweep.sweep_other_nodes(NODE, shm) == 0
+    worker.release()
+    daemon = LifeLock(shm / f"stagecache.{OTHER}.lock")
+    assert sweep.sweep_other_nodes(NODE, shm) == 0
+    daemon.release()
+    assert sweep.sweep_other_nodes(NODE, shm) == 11
+    assert names(shm) == {shared[1].name}
+    assert sweep.remove_shared_files(NODE, shm, keep={shared[1].name}) == 0
+    assert sweep.remove_shared_files(NODE, shm) == 1
+
+
 def test_own_group_is_left_to_adoption(shm: Path) -> None:
     leave(shm, NODE, ONE)
     before = names(shm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from stagecache.bench.contenders import NONE, OURS
 from stagecache.bench.figures import CaseFigures, Spread
+from stagecache.bench.lookups import HASHES
 from stagecache.bench.run import BenchResult
 from stagecache.bench.targets import targets
 
@@ -39,6 +41,8 @@ def show(result: BenchResult, out: Console) -> None:
         out.print(_copies_table(result))
     if result.sessions:
         out.print(_sessions_table(result))
+    if result.lookups:
+        out.print(_lookups_table(result))
     out.print(_targets_table(result))
 
 
@@ -71,6 +75,7 @@ def as_dict(result: BenchResult) -> dict[str, Any]:
             }
             for run in result.sessions
         ],
+        "lookups": [asdict(run) for run in result.lookups],
         "targets": [target.as_dict() for target in targets(result)],
     }
 
@@ -165,6 +170,20 @@ def _sessions_table(result: BenchResult) -> Table:
             _spread(Spread.of(run.totals)),
             f"{_p99(run.totals):.0f}",
             f"{run.daemon_cpu / len(run.totals) / 1e3:.0f}",
+        )
+    return table
+
+
+def _lookups_table(result: BenchResult) -> Table:
+    table = Table(title=f"Lookups of {HASHES} hashes over gRPC from one client, half stored", title_justify="left")
+    for name in ("way", "lookups a second, by round", "µs a call", "daemon's CPU, µs a lookup"):
+        table.add_column(name, justify="left" if name == "way" else "right")
+    for run in result.lookups:
+        table.add_row(
+            run.way,
+            ", ".join(f"{value:,.0f}" for value in run.per_second),
+            f"{median(run.latency_us):.0f}" if run.latency_us else "",
+            f"{median(run.daemon_cpu_us):.0f}",
         )
     return table
 

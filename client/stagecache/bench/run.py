@@ -21,12 +21,13 @@ from stagecache.bench.contenders import Contender, NoCache, Ours
 from stagecache.bench.copies import CopyResult, measure_copies
 from stagecache.bench.figures import CaseFigures, ContenderFigures
 from stagecache.bench.hits import Hits, SameStepHits
+from stagecache.bench.lookups import LookupsResult, measure_lookups
 from stagecache.bench.measure import WrongRowsError, check, resident_bytes, run_block, run_step, settle
 from stagecache.bench.sessions import SessionsResult, measure_sessions
 from stagecache.bench.workloads import Decode, Deferred, Lane, Prefill, Workload
 from stagecache.local_daemon import LocalDaemon
 
-WORKLOADS = ("decode", "prefill", "hits", "same-step", "deferred", "copies", "blocks", "sessions")
+WORKLOADS = ("decode", "prefill", "hits", "same-step", "deferred", "copies", "blocks", "sessions", "lookups")
 Say = Callable[[str], None]
 
 
@@ -79,6 +80,7 @@ class BenchResult:
     cases: list[CaseFigures] = field(default_factory=list)
     copies: list[CopyResult] = field(default_factory=list)
     sessions: list[SessionsResult] = field(default_factory=list)
+    lookups: list[LookupsResult] = field(default_factory=list)
 
 
 def workloads(options: BenchOptions) -> list[Callable[[], Workload]]:
@@ -155,6 +157,8 @@ def run_bench(options: BenchOptions, say: Say) -> BenchResult:
                     daemon.socket, pid, count, requests=32, hidden=2048, forward_ms=10.0, seconds=options.seconds
                 )
                 result.sessions.append(found)
+    if not options.only or "lookups" in options.only:
+        result.lookups = measure_lookups(say=say)
     result.machine["load_at_end"] = os.getloadavg()[0]
     return result
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 from stagecache.bench.figures import CaseFigures
+from stagecache.bench.lookups import HASHES
 from stagecache.bench.run import BenchResult
 
 _NOT_HERE = "not measured in this run"
@@ -35,6 +37,7 @@ def targets(result: BenchResult) -> list[Target]:
         *_decode(result),
         *_copies(result),
         *_hits(result),
+        *_lookups(result),
         *_rest(result),
     ]
 
@@ -131,6 +134,21 @@ def _hits(result: BenchResult) -> list[Target]:
             )
         )
     return lines
+
+
+def _lookups(result: BenchResult) -> list[Target]:
+    found = {run.way: median(run.per_second) for run in result.lookups}
+    return [
+        _line(
+            f"lookups of {HASHES} hashes a second from one client, half of them stored, {way}",
+            "stagecache bench --only lookups --no-peer",
+            2000.0,
+            found.get(way),
+            unit="/s",
+            digits=0,
+        )
+        for way in ("8 calls in flight", "16 a call")
+    ]
 
 
 def _rest(result: BenchResult) -> list[Target]:

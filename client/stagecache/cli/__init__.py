@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from stagecache.cli import doctor, drain, plan  # noqa: F401  each registers its command
+from stagecache.cli import doctor, drain, index, plan  # noqa: F401  each registers its command
 from stagecache.cli.app import app
 from stagecache.cli.console import show_error
 from stagecache.errors import StageCacheError

@@ -11,7 +11,7 @@ import typer
 from stagecache.cli.console import err, out, show_error
 
 #: As stagecache.bench.run has them, which imports torch.
-WORKLOADS = ("decode", "prefill", "hits", "same-step", "deferred", "copies", "blocks", "sessions")
+WORKLOADS = ("decode", "prefill", "hits", "same-step", "deferred", "copies", "blocks", "sessions", "lookups")
 
 _Ints = Optional[list[int]]  # noqa: UP045  typer reads it at run time, on Python 3.10 too
 _Floats = Optional[list[float]]  # noqa: UP045
@@ -40,6 +40,10 @@ def bench(
     full: Annotated[bool, typer.Option("--full", help="Every value of every option; takes long.")] = False,
     peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Measure vLLM-Omni's in-process manager too.")] = True,
     json: Annotated[Path, typer.Option(help="Where the JSON goes.", dir_okay=False)] = Path("stagecache-bench.json"),
+    plots: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="A folder for plots, as SVG; needs matplotlib.", file_okay=False),
+    ] = None,
 ) -> None:
     """Measure what a step and a hit cost, beside no cache and beside vLLM-Omni 0.30.0, in one interleaved run.
 
@@ -51,6 +55,9 @@ def bench(
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(WORKLOADS)}", param_hint="--only")
     if find_spec("torch") is None:
         show_error("this needs torch, which is not installed here: pip install 'stagecache[torch]'")
+        raise typer.Exit(1)
+    if plots is not None and find_spec("matplotlib") is None:
+        show_error("--plots needs matplotlib, which is not installed here: pip install matplotlib")
         raise typer.Exit(1)
     from stagecache.bench.peer import peer_missing
 
@@ -76,10 +83,10 @@ def bench(
         "torch_threads": torch_threads,
         "peer": peer,
     }
-    raise typer.Exit(_run(chosen, options, full=full, json=json))
+    raise typer.Exit(_run(chosen, options, full=full, json=json, plots=plots))
 
 
-def _run(chosen: dict[str, Any], options: dict[str, Any], *, full: bool, json: Path) -> int:
+def _run(chosen: dict[str, Any], options: dict[str, Any], *, full: bool, json: Path, plots: Path | None) -> int:
     from stagecache.bench.report import show, write_json
     from stagecache.bench.run import FULL, BenchOptions, WrongRowsError, run_bench
     from stagecache.errors import StageCacheError
@@ -97,4 +104,8 @@ def _run(chosen: dict[str, Any], options: dict[str, Any], *, full: bool, json: P
     show(result, out)
     write_json(result, json)
     out.print(f"\nEverything is in {json}.")
+    if plots is not None:
+        from stagecache.bench.plots import write_plots
+
+        out.print(f"Plots: {', '.join(str(path) for path in write_plots(result, plots))}.")
     return 0

@@ -52,7 +52,7 @@ class NodeStore:
         self._keys = list(keys)
         self._dtype = dtype
         self._fingerprint = ""
-        self._joined_epoch = -1
+        self._joined: tuple[str, int] = ("", 0)
         self._leases: dict[str, list[Sequence[bytes]]] = {}
 
     @classmethod
@@ -110,7 +110,7 @@ class NodeStore:
         self._fingerprint = fingerprint
         joined = self._cache.join_namespace(Namespace(fingerprint, "sha256_cbor", HASH_SEED, self._dtype))
         session = self._cache.session
-        self._joined_epoch = session.epoch
+        self._joined = self._standing()
         self.on = joined.on
         if not joined.on:
             logger.warning("stagecache: the node keeps no prefix blocks for stage %s: %s", session.stage, joined.why)
@@ -225,9 +225,13 @@ class NodeStore:
         )
 
     def _rejoin(self) -> None:
-        """Join again where a new epoch took the last join back: the model is still what it was."""
-        if self._cache.session.epoch != self._joined_epoch:
+        """Join again where a new epoch or a new session took the last join back: the model is still what it was."""
+        if self._standing() != self._joined:
             self.join(self._fingerprint)
+
+    def _standing(self) -> tuple[str, int]:
+        session = self._cache.session
+        return session.rpc.credentials.session_id, session.epoch
 
 
 @dataclass

@@ -7,9 +7,10 @@ its parent (vLLM-Omni rebuilds the scheduler output in one). ``patch_scheduler``
     reset_prefix_cache()    of the KV cache manager: a True result raises the epoch
     _preempt_request()      policy ``priority``: hashes of blocks that nobody will compute are taken back
 
-On each scheduler output it sets two attributes, which pickling keeps:
+On each scheduler output it sets attributes, which pickling keeps (those of shared blocks: ``shared_blocks``):
 
     stagecache_epoch         int; when it is higher than the last one, nothing saved before may be read (R5)
+    stagecache_model         int; another one than before says that with it the model may have become another one
     stagecache_block_hashes  for each request that is new or resumed in this step, the hashes of its full blocks, from
                              block 0 up to the end of what this step computes: dict[str, list[bytes]]
 
@@ -30,7 +31,12 @@ from types import ModuleType
 from typing import Any, Final
 
 from stagecache.gates import no_cache_reason, read_facts
+from stagecache.reset_causes import SAME_MODEL
+from stagecache.shim.block_leases import BlockLeases
+from stagecache.shim.identity import engine_name
+from stagecache.shim.methods import method_of
 from stagecache.shim.scheduler_watch import SchedulerWatch
+from stagecache.shim.shared_blocks import SharedBlocks, shared_blocks_wanted
 
 logger = logging.getLogger("vllm.stagecache")
 
@@ -52,22 +58,27 @@ class SchedulerShim:
     Args:
         stage: name of the stage, as its workers attach by it.
         attach_hashes: send block hashes.
+        shared: decides about node-shared blocks; None where the stage shares none.
 
     Attributes:
         epoch: rises with every reset, from 0.
+        model: rises with every reset after which the model may compute other rows, from 0.
         guarded: preemption is guarded.
         taken_back: hashes that the guard took back.
         watch: the connection to the daemon, or None.
     """
 
-    def __init__(self, stage: str = "", *, attach_hashes: bool = True) -> None:
+    def __init__(self, stage: str = "", *, attach_hashes: bool = True, shared: SharedBlocks | None = None) -> None:
         self.stage = stage
         self.attach_hashes = attach_hashes
+        self.shared = shared
         self.epoch = 0
+        self.model = 0
         self.guarded = False
         self.taken_back = 0
         self.watch: SchedulerWatch | None = None
         self._causes: deque[str] = deque()
+        self._resetting = False
 
     def request_reset(self, cause: str) -> None:
         """Have the engine forget its prefix cache before the next schedule(). Any thread; returns at once."""
@@ -81,22 +92,20 @@ class SchedulerShim:
     # ------------------------------------------------------- wrapped methods
 
     def wrap(self, scheduler: Any, *, guard: bool) -> None:
-        """Wrap the methods of ``scheduler`` and of its KV cache manager; ``guard``: its preemption too.
-
-        Whatever else is to be decided at the scheduler wraps its method here in the same way: ``allocate_slots`` of
-        the manager is where spans of KV from elsewhere come in.
-        """
+        """Wrap the methods of ``scheduler`` and of its KV cache manager; ``guard``: its preemption too."""
         manager = scheduler.kv_cache_manager
         scheduler.schedule = self._schedule(scheduler)
         manager.reset_prefix_cache = self._reset_prefix_cache(manager)
         scheduler.shutdown = self._shutdown(scheduler)
+        if self.shared is not None:
+            self.shared.wrap(scheduler)
         if guard:
             scheduler._preempt_request = self._preempt_request(scheduler)
             self.guarded = True
 
     def _schedule(self, scheduler: Any) -> Callable[..., Any]:
-        inner, owner, causes = _method(scheduler, "schedule"), weakref.ref(scheduler), self._causes
-        requests = scheduler.requests
+        inner, owner, causes = method_of(scheduler, "schedule"), weakref.ref(scheduler), self._causes
+        requests, manager, shared = scheduler.requests, scheduler.kv_cache_manager, self.shared
         tokens_per_hash = int(scheduler.hash_block_size)
 
         @functools.wraps(inner)
@@ -105,6 +114,9 @@ class SchedulerShim:
                 self._reset(owner())
             output = inner(*args, **kwargs)
             output.stagecache_epoch = self.epoch
+            output.stagecache_model = self.model
+            if shared is not None:
+                shared.put_on(output, requests, manager)
             if self.attach_hashes:
                 output.stagecache_block_hashes = first_hashes(output, requests, tokens_per_hash)
             return output
@@ -112,7 +124,7 @@ class SchedulerShim:
         return schedule
 
     def _reset_prefix_cache(self, manager: Any) -> Callable[[], bool]:
-        inner, causes = _method(manager, "reset_prefix_cache"), self._causes
+        inner, causes = method_of(manager, "reset_prefix_cache"), self._causes
 
         @functools.wraps(inner)
         def reset_prefix_cache() -> bool:
@@ -122,6 +134,8 @@ class SchedulerShim:
                 self.epoch += 1
                 for _ in range(asked):  # What was asked for until then has been done with it.
                     causes.popleft()
+                if not self._resetting:  # Whoever called it may have changed the model.
+                    self._model_changed()
             return done
 
         return reset_prefix_cache
@@ -132,7 +146,7 @@ class SchedulerShim:
         vLLM publishes a block's hash when it schedules it; under ``priority`` it may preempt the request later in the
         same schedule() call, and the hash would stay.
         """
-        inner, manager = _method(scheduler, "_preempt_request"), scheduler.kv_cache_manager
+        inner, manager = method_of(scheduler, "_preempt_request"), scheduler.kv_cache_manager
         block_size = int(scheduler.block_size)
 
         @functools.wraps(inner)
@@ -148,12 +162,14 @@ class SchedulerShim:
         return preempt_request
 
     def _shutdown(self, scheduler: Any) -> Callable[..., Any]:
-        inner = _method(scheduler, "shutdown")
+        inner = method_of(scheduler, "shutdown")
 
         @functools.wraps(inner)
         def shutdown(*args: Any, **kwargs: Any) -> Any:
             if self.watch is not None:
                 self.watch.stop()
+            if self.shared is not None:
+                self.shared.leases.close()
             return inner(*args, **kwargs)
 
         return shutdown
@@ -170,17 +186,26 @@ class SchedulerShim:
             return
         wanted = [self._causes.popleft() for _ in range(len(self._causes))]
         before = self.epoch
+        self._resetting = True
         if _may_preempt_all(scheduler):
             try:
                 scheduler.reset_prefix_cache(reset_running_requests=True)
             except RuntimeError as error:
                 logger.warning("stagecache: no reset of the prefix cache, only its hashes go: %s", error)
+        self._resetting = False
         if self.epoch == before:
             manager = scheduler.kv_cache_manager
             manager.evict_blocks(set(range(manager.block_pool.num_gpu_blocks)))
             self.epoch += 1
+        if not SAME_MODEL.issuperset(wanted):
+            self._model_changed()
         causes = ", ".join(dict.fromkeys(wanted))
         logger.info("stagecache: stage %s forgot its prefix cache (%s), epoch %d", self.stage, causes, self.epoch)
+
+    def _model_changed(self) -> None:
+        self.model += 1
+        if self.shared is not None:
+            self.shared.leases.model_changed()
 
 
 def first_hashes(output: Any, requests: Any, tokens_per_hash: int) -> dict[str, list[bytes]]:
@@ -207,20 +232,6 @@ def _hashes(output: Any, requests: Any, req_id: str, computed: int, tokens_per_h
     return list(request.block_hashes[: end // tokens_per_hash])
 
 
-def _method(owner: Any, name: str) -> Callable[..., Any]:
-    """A method of ``owner``, as it is now, that does not keep ``owner`` alive."""
-    method = getattr(owner, name)
-    if getattr(method, "__self__", None) is not owner:
-        return method  # type: ignore[no-any-return]
-    function, reference = method.__func__, weakref.ref(owner)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(reference(), *args, **kwargs)
-
-    return call
-
-
 def _may_preempt_all(scheduler: Any) -> bool:
     """Whether the engine's own reset may preempt what is running.
 
@@ -236,11 +247,18 @@ def _may_preempt_all(scheduler: Any) -> bool:
 # ------------------------------------------------------------------- install
 
 
-def install(scheduler: Any, *, stage: str = "", attach_hashes: bool = True, guard: bool | None = None) -> SchedulerShim:
+def install(
+    scheduler: Any,
+    *,
+    stage: str = "",
+    attach_hashes: bool = True,
+    guard: bool | None = None,
+    shared: SharedBlocks | None = None,
+) -> SchedulerShim:
     """Wrap one scheduler; idempotent. ``guard``: guard its preemption; None: where its policy is ``priority``."""
     shim = shim_of(scheduler)
     if shim is None:
-        shim = SchedulerShim(stage, attach_hashes=attach_hashes)
+        shim = SchedulerShim(stage, attach_hashes=attach_hashes, shared=shared)
         shim.wrap(scheduler, guard=scheduler.policy.value == "priority" if guard is None else guard)
         setattr(scheduler, _ATTRIBUTE, shim)
     return shim
@@ -252,10 +270,11 @@ def shim_of(scheduler: Any) -> SchedulerShim | None:
 
 
 def guard_active(vllm_config: Any) -> bool:
-    """Whether the scheduler of this configuration has, or will have, the guard for policy ``priority`` (G3).
+    """Whether the scheduler of this configuration has, or will have, this shim: the guard for policy ``priority`` (G3),
+    and the cut of what a connector offers (G2).
 
     For the gates of a worker, which decide before the engine has made its scheduler, perhaps in another process: both
-    load the same plugin by the same environment, and it guards each scheduler that derives from vLLM's.
+    load the same plugin by the same environment, and it wraps each scheduler that derives from vLLM's.
     """
     get_class = getattr(vllm_config.scheduler_config, "get_scheduler_cls", None)
     return get_class is not None and any(vars(cls).get(_PATCHED, False) for cls in get_class().__mro__)
@@ -273,7 +292,13 @@ def _install_from_environment(scheduler: Any) -> None:
     if not socket or no_cache_reason(read_facts(config, None)) is not None:
         return
     stage = stage_name(config)
-    shim = install(scheduler, stage=stage, attach_hashes=os.environ.get(BLOCK_HASHES_ENV, "1") != "0")
+    shared = None
+    if shared_blocks_wanted():
+        leases = BlockLeases(socket, stage, engine_name(config))
+        shared = SharedBlocks(leases, int(scheduler.block_size))
+        weakref.finalize(scheduler, leases.close)
+    hashes = os.environ.get(BLOCK_HASHES_ENV, "1") != "0"
+    shim = install(scheduler, stage=stage, attach_hashes=hashes, shared=shared)
     if shim.watch is None:
         shim.watch = SchedulerWatch(socket, stage, shim.request_reset)
         shim.watch.start()

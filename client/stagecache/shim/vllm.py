@@ -21,9 +21,11 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from stagecache.errors import AttachError, FailedWriteError, StageCacheError
+from stagecache.errors import AttachError, FailedWriteError, GeometryError, StageCacheError
 from stagecache.gates import check_stage, no_cache_reason, read_facts
+from stagecache.shim.identity import FINGERPRINT_ENV, engine_name, hash_seed, model_fingerprint
 from stagecache.shim.scheduler import stage_name
+from stagecache.shim.shared_blocks import shared_blocks_wanted
 from stagecache.shim.sinks import consumers_from_env
 from stagecache.shim.steps import StepConsumers, StepHidden, StepRows, consumers, external_id, on_step
 
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     import torch
 
     from stagecache import StageCache
+    from stagecache.latecache import LateCache
+    from stagecache.sharing import Namespace
 
 __all__ = ["MissingRowsError", "StepRows", "external_id", "on_step", "patch_v1_runner", "refuse_v2_runner"]
 
@@ -54,7 +58,7 @@ class MissingRowsError(StageCacheError):
         super().__init__(
             f"request {req_id} hit the prefix cache for positions 0 to {hit_end - 1}, and there are no rows for them: "
             f"{why}.",
-            remedy="Start the daemon before the engine (STAGECACHE_REQUIRED=1 makes the engine insist), or turn "
+            remedy="Start the daemon, best before the engine (STAGECACHE_REQUIRED=1 makes the engine insist), or turn "
             "prefix caching off",
         )
         self.req_id = req_id
@@ -96,11 +100,20 @@ class RunnerShim:
         cache: the attached cache, or None.
         without: why there is no cache, for error texts; empty when there is one.
         consumers: who gets the rows.
+        late: the cache of a worker that could not attach yet.
     """
 
-    def __init__(self, runner: Any, cache: StageCache | None, without: str, consumers: StepConsumers) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        cache: StageCache | None,
+        without: str,
+        consumers: StepConsumers,
+        late: LateCache | None = None,
+    ) -> None:
         self.cache = cache
         self.without = without
+        self.late = late
         self.consumers = consumers
         self._runner = weakref.ref(runner)
         self._step = -1
@@ -112,6 +125,8 @@ class RunnerShim:
         self._step += 1
         runner = self._runner()
         started = time.perf_counter()
+        if self.late is not None:
+            self._join(self.late)
         failed = self._begin(scheduler_output)
         begun = time.perf_counter()
         result = forward()
@@ -146,6 +161,15 @@ class RunnerShim:
                 )
             )
         return result
+
+    def _join(self, late: LateCache) -> None:
+        """Go on with the cache that was attached in the background, where there is one."""
+        cache = late.take()
+        if cache is not None:
+            self.cache, self.late, self.without = cache, None, ""
+            logger.info(
+                "stagecache: stage %s attached late, as session %s", cache.session.stage, cache.session.session_id
+            )
 
     def _begin(self, scheduler_output: Any) -> StageCacheError | None:
         if self.cache is None:
@@ -207,6 +231,9 @@ class RunnerShim:
     def close(self) -> None:
         cache, self.cache = self.cache, None
         self.without = "the engine was shut down"
+        late, self.late = self.late, None
+        if late is not None:
+            late.stop()
         if cache is not None:
             try:
                 cache.close()
@@ -253,50 +280,94 @@ def attach_runner(runner: Any, kv_cache_config: Any) -> None:
         logger.info("stagecache: no cache for this stage: %s", why)
         shim = RunnerShim(runner, None, str(why), consumers)
     else:
-        cache, without = _attach(runner, config, kv_cache_config, facts.block_size)
-        shim = RunnerShim(runner, cache, without, consumers)
+        shim = RunnerShim(runner, *_attach(runner, config, kv_cache_config, facts.block_size))
     _subscribe_env_consumers()
     setattr(runner, _ATTRIBUTE, shim)
     weakref.finalize(runner, shim.close)
 
 
-def _attach(runner: Any, config: Any, kv_cache_config: Any, block_size: int) -> tuple[StageCache | None, str]:
-    """The attached cache, or None and why not."""
+def _attach(
+    runner: Any, config: Any, kv_cache_config: Any, block_size: int
+) -> tuple[StageCache | None, str, StepConsumers, LateCache | None]:
+    """The attached cache; or None, why not, and the one that may come later."""
     from stagecache import HIDDEN_KEY, Geometry, KeySchema, StageCache
+    from stagecache.latecache import LateCache
 
     socket = os.environ["STAGECACHE_SOCKET"]
     stage = stage_name(config)
     model = config.model_config
     dtype = str(model.dtype).removeprefix("torch.")
     hidden = KeySchema(HIDDEN_KEY, dtype, (int(model.get_hidden_size()),))
+    asked: dict[str, Any] = {
+        "socket": socket,
+        "model": str(model.model),
+        "stage": stage,
+        "geometry": Geometry(
+            num_blocks=int(kv_cache_config.num_blocks),
+            block_size=block_size,
+            staging_capacity_tokens=int(config.scheduler_config.max_num_batched_tokens),
+        ),
+        "view": RunnerBatch(runner, block_size),
+        "keys": [hidden],
+        "rank": _tp_rank(),
+        "engine": engine_name(config),
+    }
+    namespace = _namespace_of(config, stage) if shared_blocks_wanted() else None
     try:
-        cache = StageCache.attach(
-            socket=socket,
-            model=str(model.model),
-            stage=stage,
-            geometry=Geometry(
-                num_blocks=int(kv_cache_config.num_blocks),
-                block_size=block_size,
-                staging_capacity_tokens=int(config.scheduler_config.max_num_batched_tokens),
-            ),
-            view=RunnerBatch(runner, block_size),
-            keys=[hidden],
-            rank=_tp_rank(),
-        )
+        cache = StageCache.attach(**asked)
     except AttachError as error:
         if os.environ.get("STAGECACHE_REQUIRED") == "1":
             raise
         logger.warning(
-            "stagecache: no row cache for stage %s, the engine runs on without it, and requests that hit the "
-            "prefix cache have no rows for their prefix. Asked at %s: %s",
+            "stagecache: no row cache for stage %s yet: the engine runs on, and requests that hit the prefix cache "
+            "have no rows for their prefix until the worker is attached, which goes on asking. Asked at %s: %s",
             stage,
             socket,
             error,
         )
-        return None, "the worker could not attach (" + str(error).rstrip(".") + ")"
+        late = None if isinstance(error, GeometryError) else LateCache(error, **asked, namespace=namespace)
+        return None, "the worker could not attach yet (" + str(error).rstrip(".") + ")", consumers, late
     blocks = int(kv_cache_config.num_blocks)
     logger.info("stagecache: stage %s attached at %s, %d blocks of %d tokens", stage, socket, blocks, block_size)
-    return cache, ""
+    if namespace is not None:
+        _join(cache, namespace, stage)
+    return cache, "", consumers, None
+
+
+def _namespace_of(config: Any, stage: str) -> Namespace | None:
+    """Where the blocks of this engine belong; None where nothing says what its model is."""
+    from stagecache.sharing import Namespace
+
+    fingerprint = model_fingerprint(config)
+    if fingerprint is None:
+        logger.warning(
+            "stagecache: stage %s shares no blocks: the files of model %s cannot be found, so nothing says which "
+            "replicas compute the same. Name the model by %s, the same text for replicas that do.",
+            stage,
+            config.model_config.model,
+            FINGERPRINT_ENV,
+        )
+        return None
+    return Namespace(
+        fingerprint,
+        str(config.cache_config.prefix_caching_hash_algo),
+        hash_seed(),
+        str(config.model_config.dtype).removeprefix("torch."),
+        int(config.parallel_config.tensor_parallel_size),
+    )
+
+
+def _join(cache: StageCache, namespace: Namespace, stage: str) -> None:
+    """Share blocks with the replicas of this stage, where the daemon does. Without, everything is computed here."""
+    try:
+        joined = cache.join_namespace(namespace)
+    except StageCacheError as error:
+        logger.warning("stagecache: stage %s shares no blocks: %s", stage, error)
+        return
+    if joined.on:
+        logger.info("stagecache: stage %s shares %d blocks", stage, joined.num_blocks)
+    else:
+        logger.warning("stagecache: stage %s shares no blocks: %s", stage, joined.why)
 
 
 _env_consumers_subscribed = False
@@ -328,7 +399,7 @@ def patch_v1_runner(module: ModuleType) -> None:
     @functools.wraps(execute_model)
     def stagecache_execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         shim: RunnerShim | None = getattr(self, _ATTRIBUTE, None)
-        if shim is None or (shim.cache is None and not shim.consumers):
+        if shim is None or (shim.cache is None and shim.late is None and not shim.consumers):
             return execute_model(self, scheduler_output, *args, **kwargs)
         return shim.run_step(lambda: execute_model(self, scheduler_output, *args, **kwargs), scheduler_output)
 

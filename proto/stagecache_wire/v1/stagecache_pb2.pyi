@@ -28,7 +28,6 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_UNKNOWN_STAGE: _ClassVar[Reason]
     REASON_INTERNAL: _ClassVar[Reason]
     REASON_UNSUPPORTED_HASH: _ClassVar[Reason]
-    REASON_NOT_JOINED: _ClassVar[Reason]
     REASON_UNKNOWN_NAMESPACE: _ClassVar[Reason]
 
 class BlockState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -78,7 +77,6 @@ REASON_TOO_MANY: Reason
 REASON_UNKNOWN_STAGE: Reason
 REASON_INTERNAL: Reason
 REASON_UNSUPPORTED_HASH: Reason
-REASON_NOT_JOINED: Reason
 REASON_UNKNOWN_NAMESPACE: Reason
 BLOCK_STATE_UNSPECIFIED: BlockState
 BLOCK_STATE_HIT: BlockState

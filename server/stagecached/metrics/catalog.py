@@ -29,6 +29,9 @@ GENERATIONS: Final = ("0", "1", "2")
 OUTCOMES: Final = ("materialized", "discarded")
 INDEX_STATES: Final = ("held", "cached", "free")
 EVICTIONS: Final = ("capacity", "reset", "request")
+LOOKUPS: Final = ("hit", "miss")
+PUBLISHES: Final = ("stored", "known", "skipped")
+INDEX_BYTES: Final = ("used", "limit")
 
 STEP_BOUNDS_S: Final = tuple(bound / 1e9 for bound in figures.BOUNDS_NS)
 CALL_BOUNDS_S: Final = (
@@ -181,6 +184,10 @@ def _index() -> None:
     )
     _metric("stagecache_index_evictions_total", "counter", "Blocks whose content went.", cause=EVICTIONS)
     _metric("stagecache_index_leases", "gauge", "Spans that are held.")
+    _metric("stagecache_index_lookup_hashes_total", "counter", "Block hashes that were asked for.", result=LOOKUPS)
+    _metric("stagecache_index_published_blocks_total", "counter", "Blocks that were to be kept.", outcome=PUBLISHES)
+    _metric("stagecache_index_filled_blocks_total", "counter", "Shared blocks whose rows a session took.")
+    _metric("stagecache_index_bytes", "gauge", "Shared memory of the index, and its budget.", which=INDEX_BYTES)
 
 
 for _define in (_daemon, _session, _work, _trouble, _keys, _index):

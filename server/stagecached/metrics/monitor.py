@@ -15,7 +15,7 @@ import structlog
 
 from stagecache_wire.v1 import stagecache_pb2 as pb
 from stagecached.metrics.calls import CallFigures, CallTimer
-from stagecached.metrics.catalog import EVICTIONS, INDEX_STATES, SESSION_EVENTS
+from stagecached.metrics.catalog import EVICTIONS, INDEX_BYTES, INDEX_STATES, LOOKUPS, PUBLISHES, SESSION_EVENTS
 from stagecached.metrics.families import Snapshot, families
 from stagecached.metrics.fold import SessionFold, fold_session
 from stagecached.metrics.history import History
@@ -51,6 +51,22 @@ class IndexFigures(Protocol):
 
     def leases(self) -> int:
         """Spans that are held."""
+        ...
+
+    def lookups(self) -> dict[str, int]:
+        """Hashes that were asked for, by ``catalog.LOOKUPS``."""
+        ...
+
+    def publishes(self) -> dict[str, int]:
+        """Blocks that were to be kept, by ``catalog.PUBLISHES``."""
+        ...
+
+    def fills(self) -> int:
+        """Blocks whose rows a session read."""
+        ...
+
+    def bytes(self) -> dict[str, int]:
+        """Shared memory of the index, by ``catalog.INDEX_BYTES``."""
         ...
 
 
@@ -201,6 +217,14 @@ class Monitor:
             for cause in EVICTIONS:
                 shot.gauge("stagecache_index_evictions_total", evictions.get(cause, 0), cause)
             shot.gauge("stagecache_index_leases", self.index.leases())
+            lookups, publishes, size = self.index.lookups(), self.index.publishes(), self.index.bytes()
+            for result in LOOKUPS:
+                shot.gauge("stagecache_index_lookup_hashes_total", lookups.get(result, 0), result)
+            for outcome in PUBLISHES:
+                shot.gauge("stagecache_index_published_blocks_total", publishes.get(outcome, 0), outcome)
+            shot.gauge("stagecache_index_filled_blocks_total", self.index.fills())
+            for which in INDEX_BYTES:
+                shot.gauge("stagecache_index_bytes", size.get(which, 0), which)
         return shot
 
     async def exposition(self) -> str:

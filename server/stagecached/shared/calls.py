@@ -95,6 +95,7 @@ class SharedCalls:
         owner, names = caller.session_id, list(request.request_ids)
 
         def work() -> list[int]:
+            space.leases.check_room(owner, names)
             held = [
                 space.leases.acquire(owner, name, span, generation) for name, span in zip(names, spans, strict=True)
             ]

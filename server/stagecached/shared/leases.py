@@ -17,7 +17,7 @@ from typing import Final
 from stagecached.index import Block, LeaseTable
 from stagecached.shared import layout
 from stagecached.shared.layout import block_word
-from stagecached.shared.store import NamespaceStore, key_of
+from stagecached.shared.store import NamespaceStore, keys_of
 
 MAX_LEASES: Final = 65_536
 """Leases of one owner."""
@@ -54,24 +54,33 @@ class LeaseBook:
         with self._store.lock:
             return list(self._owners)
 
+    def check_room(self, owner: str, request_ids: Sequence[str]) -> None:
+        """Raises: TooManyLeasesError, where leases for all of these requests would be too many."""
+        with self._store.lock:
+            known = self._owners.get(owner)
+            if known is None and len(self._owners) >= layout.MAX_OWNERS:
+                raise TooManyLeasesError(f"{layout.MAX_OWNERS} clients hold leases, the most that may")
+            if len({*request_ids, *(known.requests if known else ())}) > MAX_LEASES:
+                raise TooManyLeasesError(f"a client has {MAX_LEASES} leases, the most that it may have")
+
     def acquire(self, owner: str, request_id: str, block_hashes: Sequence[bytes], generation: int) -> int:
         """Hold the longest stored prefix of these hashes in place of what the request held; how many that is.
 
         Raises:
             TooManyLeasesError
         """
-        keys = [key_of(block_hash, generation) for block_hash in block_hashes]
+        self.check_room(owner, (request_id,))
+        keys = keys_of(block_hashes, generation)
         with self._store.lock:
             entry = self._entry(owner)
-            if request_id not in entry.requests and len(entry.requests) >= MAX_LEASES:
-                raise TooManyLeasesError(f"a client has {MAX_LEASES} leases, the most that it may have")
             before = self._table.span(owner, request_id)
             span = self._table.acquire(owner, request_id, keys)
             self._store.count_lookup(len(keys), len(span))
-            entry.requests.add(request_id)
             self._hold(entry, span)
-            self._store.stamp(reversed(span))
-            if not span:
+            self._store.stamp((*reversed(before), *reversed(span)))
+            if span:
+                entry.requests.add(request_id)
+            else:
                 entry.requests.discard(request_id)
             self._let_go(entry, before)
             self._forget_if_idle(owner, entry)

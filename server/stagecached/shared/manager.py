@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +30,7 @@ from stagecached.budget import mib
 from stagecached.index import Namespace
 from stagecached.manifest import ManifestStore
 from stagecached.session import Session
+from stagecached.shared.figures import IndexTotals
 from stagecached.shared.layout import SharedGeometry, fitting_blocks
 from stagecached.shared.manifest import NamespaceManifest, NamespaceManifestError, NamespaceManifests
 from stagecached.shared.membership import Membership
@@ -84,7 +84,7 @@ class SharedBlocks:
         self._parts = parts
         self._make_store = make_store
         self._spaces: dict[str, Space] = {}
-        self._dropped_evictions: Counter[str] = Counter()
+        self.totals = IndexTotals(self.all, limit_bytes)
         self._creating = asyncio.Lock()
 
     @property
@@ -232,8 +232,7 @@ class SharedBlocks:
     def _drop(self, space: Space, why: str) -> None:
         """Manifest first: a segment without one is swept."""
         del self._spaces[space.namespace_id]
-        self._dropped_evictions.update(space.store.figures.evictions)
-        self._dropped_evictions["request"] += space.store.geometry.num_blocks - space.store.counts()["free"]
+        self.totals.dropping(space)
         self._manifests.remove(space.namespace_id)
         space.store.point("before_namespace_unlink")
         space.store.segment.unlink()
@@ -282,9 +281,8 @@ class SharedBlocks:
             for owner in space.leases.owners():
                 if not is_alive(owner):
                     space.leases.release_owner(owner)
-            with space.store.lock:
-                space.store.settled = True
-                space.store.drop_unreachable()
+            space.store.settled = True
+            space.store.drop_unreachable()
         while self.used_bytes > self.limit_bytes and (idle := self._idlest()) is not None:
             self._drop(idle, "--shared-bytes is lower now")
 
@@ -293,23 +291,6 @@ class SharedBlocks:
         if not keep:
             for space in self.all():
                 self._drop(space, "the daemon stops")
-
-    # ---------------------------------------------------------------- figures (metrics.monitor.IndexFigures)
-
-    def blocks(self) -> dict[str, int]:
-        total: Counter[str] = Counter()
-        for space in self._spaces.values():
-            total.update(space.store.counts())
-        return dict(total)
-
-    def evictions(self) -> dict[str, int]:
-        total = Counter(self._dropped_evictions)
-        for space in self._spaces.values():
-            total.update(space.store.figures.evictions)
-        return dict(total)
-
-    def leases(self) -> int:
-        return sum(len(space.leases) for space in self._spaces.values())
 
 
 def _noting(session: Session) -> Callable[[int], None]:

@@ -94,15 +94,16 @@ class Membership:
             self._note_generation(fresh)
             store.point("after_session_generation")
             self._generation = fresh
-            store.drop_unreachable()
+        store.drop_unreachable()
 
     def end(self) -> None:
         """Nothing is published or read any more; a copy that is under way is not kept. May be called again."""
         with self.store.lock:
-            if not self.ended:
-                self.ended = True
-                self._leave_generation()
-                self.store.drop_unreachable()
+            if self.ended:
+                return
+            self.ended = True
+            self._leave_generation()
+        self.store.drop_unreachable()
 
     def _leave_generation(self) -> None:
         left = self.store.generations[self._generation] - 1

@@ -36,6 +36,7 @@ class LeaseOwners:
         self._access = access
         self._on_gone = on_gone
         self._waiting: dict[str, None] = {}
+        self._issued: set[str] = set()
 
     def issue(self, owner: str, pidfd: int | None) -> Path:
         """The lock file of a new client; the pidfd is owned here from now on."""
@@ -44,6 +45,7 @@ class LeaseOwners:
         self._access.open_file(lock)
         self.liveness.watch(owner, lock, pidfd)
         self._waiting[owner] = None
+        self._issued.add(owner)
         if len(self._waiting) > MAX_WAITING:
             self._end(next(iter(self._waiting)))
         return lock
@@ -52,6 +54,7 @@ class LeaseOwners:
         """A client of an earlier handshake is here again, perhaps after a restart of the daemon."""
         lock = self._lock_of(owner)
         self.liveness.watch(owner, lock, pidfd)
+        self._issued.add(owner)
         return lock
 
     def is_alive(self, owner: str) -> bool:
@@ -60,6 +63,7 @@ class LeaseOwners:
         self.liveness.watch(owner, lock, None)
         if self.liveness.holds_lock(owner):
             self._waiting.pop(owner, None)
+            self._issued.add(owner)
             return True
         if not lock.exists():
             self._end(owner)
@@ -74,7 +78,10 @@ class LeaseOwners:
                 "Name the engine in the handshake, take the lock that the answer names, and keep it for life.",
             )
 
-    def close(self) -> None:
+    def stop(self, *, keep: bool) -> None:
+        """keep: the next daemon finds the locks; else their files go, and who lives must ask for another."""
+        for owner in [] if keep else list(self._issued):
+            sweep.remove_worker_lock(SessionNames(self._node, owner))
         self.liveness.close()
 
     def _lock_of(self, owner: str) -> Path:
@@ -87,5 +94,6 @@ class LeaseOwners:
     def _end(self, owner: str) -> None:
         self.liveness.forget(owner)
         self._waiting.pop(owner, None)
+        self._issued.discard(owner)
         self._on_gone(owner)
         sweep.remove_worker_lock(SessionNames(self._node, owner))

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from stagecache_wire.fence import fence
 from stagecache_wire.v1 import stagecache_pb2 as pb
-from stagecached.index import Block, BlockPool
+from stagecached.index import HASH_BYTES, Block, BlockPool
 from stagecached.shared import layout
 from stagecached.shared.layout import block_word, hash_words, seal_of
 from stagecached.shared.segment import SharedSegment
@@ -36,6 +36,8 @@ from stagecached.shared.segment import SharedSegment
 CopyRows = Callable[[Sequence[NDArray[np.void]]], bool]
 """Gets one void [block_size] a key of the namespace, to be filled. False: the rows are not to be kept."""
 
+DROPPED_AT_ONCE: Final = 1024
+"""Blocks dropped by a reset while the lock is held: about two milliseconds."""
 REMEMBERED_EVICTIONS: Final = 8192
 """Hashes of which it is known that and why their block went: only to explain a miss."""
 
@@ -80,6 +82,12 @@ class Found:
 def key_of(block_hash: bytes, generation: int) -> bytes:
     """Under what a block is found."""
     return block_hash + generation.to_bytes(8, "little")
+
+
+def keys_of(block_hashes: Iterable[bytes], generation: int) -> list[bytes]:
+    """``key_of`` of each."""
+    suffix = generation.to_bytes(8, "little")
+    return [block_hash + suffix for block_hash in block_hashes]
 
 
 class NamespaceStore:
@@ -189,6 +197,7 @@ class NamespaceStore:
             self._words[at + index] = word
             self.point("inside_header")
         self._words[at + layout.B_HELD] = 0
+        self.stamp((block,))
         self.point("before_seal")
         fence()
         self._words[at + layout.B_SEAL] = seal_of(self._digest_word, block.block_id, words)
@@ -201,7 +210,7 @@ class NamespaceStore:
         """Ids of the blocks that hold these contents, None where one is not there; none is evicted while inside."""
         with self.lock:
             get = self.pool.get_cached_block
-            blocks = [get(key_of(block_hash, generation)) for block_hash in block_hashes]
+            blocks = [get(key) for key in keys_of(block_hashes, generation)]
             held = [block for block in blocks if block is not None]
             self.pool.touch(held)
             self.figures.filled += len(held)
@@ -213,8 +222,8 @@ class NamespaceStore:
 
     def look(self, block_hashes: Sequence[bytes], generation: int) -> Found:
         """How far the prefix of these hashes is stored, and why not further. Changes no order of eviction."""
+        keys = keys_of(block_hashes, generation)
         with self.lock:
-            keys = [key_of(block_hash, generation) for block_hash in block_hashes]
             stored = len(self.pool.longest_prefix(keys, len(keys)))
             self.count_lookup(len(keys), stored)
             if stored == len(keys):
@@ -272,27 +281,40 @@ class NamespaceStore:
 
     def drop_unreachable(self) -> None:
         """Take the content of blocks whose generation nobody is in and nobody can join; a block that is held keeps its
-        memory until it is given back. Under the lock.
+        memory until it is given back. Not under the lock: it is taken for a part at a time, since what cannot be
+        reached stays so.
         """
-        if not self.settled:
-            return
-        reachable = np.array([self.base_generation, *self.generations], np.uint64)
-        headers = self.segment.headers
-        ids = np.flatnonzero((headers[:, layout.B_SEAL] != 0) & ~np.isin(headers[:, layout.B_GENERATION], reachable))
-        for block_id in ids.tolist():
-            content = self.pool.blocks[block_id].block_hash
-            if content is not None:
-                self.note_eviction(content, "reset")
-            if self.pool.blocks[block_id].ref_cnt:
-                self._emptied.add(self.pool.blocks[block_id])
+        with self.lock:
+            if not self.settled:
+                return
+            reachable = np.array([self.base_generation, *self.generations], np.uint64)
+            headers = self.segment.headers
+            left = (headers[:, layout.B_SEAL] != 0) & ~np.isin(headers[:, layout.B_GENERATION], reachable)
+            ids = np.flatnonzero(left).tolist()
+            suffixes = {key_of(b"", generation) for generation in reachable.tolist()}
+        for start in range(0, len(ids), DROPPED_AT_ONCE):
+            with self.lock:
+                self._drop(ids[start : start + DROPPED_AT_ONCE], suffixes)
+
+    def _drop(self, block_ids: Iterable[int], reachable: set[bytes]) -> None:
+        """Take the content of these blocks where nobody has stored another since. Under the lock."""
+        dropped = []
+        for block_id in block_ids:
+            block = self.pool.blocks[block_id]
+            if block.block_hash is None or block.block_hash[HASH_BYTES:] in reachable:
+                continue
+            self.note_eviction(block.block_hash, "reset")
+            if block.ref_cnt:
+                self._emptied.add(block)
             self._words[block_word(block_id) + layout.B_SEAL] = 0
             self.point("inside_drop")
-        self.pool.evict_blocks(ids.tolist())
+            dropped.append(block_id)
+        self.pool.evict_blocks(dropped)
 
     def note_eviction(self, key: bytes, cause: str) -> None:
         """Count it, and remember it for a while. Under the lock."""
         self.figures.evictions[cause] += 1
-        block_hash = key[:-8]
+        block_hash = key[:HASH_BYTES]
         self._evicted[block_hash] = pb.PREFIX_END_RESET if cause == "reset" else pb.PREFIX_END_EVICTED
         self._evicted.move_to_end(block_hash)
         if len(self._evicted) > REMEMBERED_EVICTIONS:

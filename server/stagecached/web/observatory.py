@@ -57,9 +57,10 @@ class Observatory:
             log.info("metrics and status page", url=self._site.url)
         self.monitor.start()
 
-    def serving(self, yes: bool) -> None:
-        """What /healthz says."""
+    def serving(self, yes: bool, why: str = "") -> None:
+        """What /healthz says; ``why`` not, where there is more to say than that it starts or stops."""
         self._site.serving = yes
+        self._site.why = why
 
     async def stop(self) -> None:
         """End every connection; remove the Unix socket."""

@@ -36,6 +36,8 @@ class Site:
 
     def __init__(self, monitor: Monitor, manager: SessionManager, socket: str) -> None:
         self.serving = False
+        self.why = ""
+        """Why it does not serve, where something is stuck."""
         self.url = ""
         """Where the page is, if it listens on TCP."""
         self._monitor = monitor
@@ -52,7 +54,8 @@ class Site:
             return Response((await self._monitor.exposition()).encode(), CONTENT_TYPE)
         if path == "/healthz":
             status = HTTPStatus.OK if self.serving else HTTPStatus.SERVICE_UNAVAILABLE
-            return Response(b"ok\n" if self.serving else b"not serving\n", status=status)
+            said = "ok" if self.serving else f"not serving: {self.why}" if self.why else "not serving"
+            return Response(f"{said}\n".encode(), status=status)
         if path == "/":
             return self._file("index.html")
         if path.startswith("/static/"):

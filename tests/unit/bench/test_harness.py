@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -93,3 +94,33 @@ def test_copies_are_compared_byte_by_byte() -> None:
     result = measure_copies(64, 256, scattered=True, repetitions=3)
     assert len(result.memmove) == len(result.scatter) == len(result.gather) == 3
     assert result.share("scatter") > 0
+
+
+def test_plots_show_every_workload_and_are_the_same_for_the_same_result(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from stagecache.bench.plots import write_plots
+
+    def figures(nanoseconds: int) -> ContenderFigures:
+        step = StepSample(nanoseconds, 0, 0, 0)
+        return ContenderFigures("step", [BlockSample([step, step], engine_cpu=nanoseconds)])
+
+    cases = [
+        CaseFigures(
+            workload,
+            {"requests": requests},
+            f"requests {requests}, forward ms 0",
+            "step",
+            0,
+            {OURS: figures(100_000), "vllm-omni async": figures(900_000)},
+            {"save: slots": 9.0, "daemon: busy": 4.0},
+        )
+        for workload in ("decode", "same-step hits")
+        for requests in (32, 256)
+    ]
+    first, again = (write_plots(BenchResult({}, {}, cases), tmp_path / name) for name in ("a", "b"))
+    assert [path.name for path in first] == ["decode.svg", "same-step-hits.svg", "parts.svg"]
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in again]
+    text = first[0].read_text()
+    assert "requests 256" in text
+    assert "vllm-omni async" in text
+    assert NONE not in text

@@ -76,6 +76,27 @@ def test_head_is_published_last(segments: SessionSegments, log: LogWriter, monke
     assert seen == [(int(Kind.LOST), 0, 0, 0), (int(Kind.LOST), 1, 0, 0), (int(Kind.LOST), 1, 1, 1)]
 
 
+def test_a_record_that_can_wait_is_rung_for_only_while_the_daemon_sleeps(
+    segments: SessionSegments, log: LogWriter
+) -> None:
+    for asleep, urgent, rung in ((0, False, 0), (1, False, 1), (0, True, 2), (0, False, 2)):
+        segments.words[layout.D_ASLEEP] = asleep
+        log.append(lost(1), 0.0, urgent=urgent)
+        assert (segments.daemon_doorbell.value, log.posts) == (rung, rung)
+
+
+def test_whoever_waits_rings_first_and_once(segments: SessionSegments, log: LogWriter) -> None:
+    log.append(lost(1), 0.0, urgent=False)
+    assert not log.wait_consumed(1, 0.0)
+    assert not log.wait_consumed(1, 0.0)
+    assert segments.daemon_doorbell.value == 1
+    for _ in range(segments.layout.log_entries - 1):
+        log.append(lost(0), 0.0, urgent=False)
+    with pytest.raises(LogFullError):
+        log.append(lost(0), 0.01, urgent=False)
+    assert segments.daemon_doorbell.value == 2
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_ring_wraps_and_nothing_unread_is_overwritten(segments: SessionSegments, log: LogWriter, seed: int) -> None:
     """Small and very large payloads, a reader that lags at random; every record reads as it was written."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from stagecache_wire import layout
 from stagecache_wire.presence import Presence, presence_of
 from stagecache_wire.records import KeyMode, Kind, Record, key_words
+from stagecached.consumer import Consumer
 from stagecached.segments import SessionSegments
 from tests.unit.server.session_kit import (
     KEYS,
@@ -242,6 +244,75 @@ def test_a_lost_doorbell_delays_a_record_and_no_more(segments: SessionSegments) 
         segments.daemon_doorbell.release()
     assert consumer.stop(5.0)
     assert segments.consumed == 1
+
+
+@pytest.fixture
+def long_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A consumer that misses a record hangs for longer than these tests last."""
+    monkeypatch.setattr("stagecached.consumer.IDLE_SLICE_S", 60.0)
+
+
+def asleep(segments: SessionSegments) -> None:
+    deadline = time.monotonic() + 10.0
+    while not segments.words[layout.D_ASLEEP]:
+        assert time.monotonic() < deadline, "the consumer never slept"
+        time.sleep(0.001)
+
+
+@pytest.mark.usefixtures("long_sleep")
+def test_a_warm_consumer_finds_a_record_that_nobody_rang_for(segments: SessionSegments) -> None:
+    fill_page(segments, 0, salt=1)
+    consumer, _ = consumer_of(segments)
+    consumer.warm_s = 30.0
+    consumer.start()
+    log = Log(segments)
+    asleep(segments)
+    log.append(save(0, runs((0, 2)), (0, ROWS)))
+    segments.daemon_doorbell.release()
+    assert consumer.wait_consumed(1, 10.0)
+    while segments.words[layout.D_ASLEEP]:
+        time.sleep(0.001)
+    log.append(save(0, runs((2, 2)), (0, ROWS)))
+    deadline = time.monotonic() + 10.0
+    while segments.consumed < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert segments.consumed == 2
+    assert consumer.stop(5.0)
+
+
+@pytest.mark.usefixtures("long_sleep")
+def test_an_idle_consumer_falls_asleep_and_says_so(segments: SessionSegments) -> None:
+    fill_page(segments, 0, salt=1)
+    consumer, _ = consumer_of(segments)
+    consumer.warm_s = 0.02
+    consumer.start()
+    for sequence in (1, 2):
+        asleep(segments)
+        assert segments.consumed == sequence - 1
+        Log(segments).append(save(0, runs((0, 2)), (0, ROWS)))
+        segments.daemon_doorbell.release()
+        assert consumer.wait_consumed(sequence, 10.0)
+    asleep(segments)
+    assert consumer.stop(5.0)
+
+
+@pytest.mark.usefixtures("long_sleep")
+def test_a_record_that_comes_as_the_consumer_falls_asleep_is_seen(segments: SessionSegments) -> None:
+    """Its worker looked at the word before it was set, so it does not ring."""
+    fill_page(segments, 0, salt=1)
+
+    class Late(Consumer):
+        def _point(self, name: str) -> None:
+            if name == "after_asleep" and segments.head == 0:
+                Log(segments).append(save(0, runs((0, 2)), (0, ROWS)))
+
+    consumer, _ = consumer_of(segments, Late)
+    consumer.start()
+    deadline = time.monotonic() + 10.0
+    while segments.consumed < 1 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert segments.consumed == 1
+    assert consumer.stop(5.0)
 
 
 def test_a_stop_works_off_what_is_in_the_log(segments: SessionSegments) -> None:

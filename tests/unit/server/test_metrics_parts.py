@@ -18,6 +18,7 @@ from stagecache_wire.records import Kind, Record
 from stagecache_wire.traces import read_context, write_context
 from stagecache_wire.v1 import stagecache_pb2 as pb
 from stagecached.budget import Cost
+from stagecached.metrics import record_figures
 from stagecached.metrics.calls import CallFigures, CallTimer
 from stagecached.metrics.catalog import INDEX_METRICS, METRICS
 from stagecached.metrics.families import Snapshot, StagecacheCollector, families
@@ -72,12 +73,13 @@ class ControlWords:
     entries = 3 * layout.PAGE // layout.WORD
 
 
-def test_lag_is_taken_from_the_ring_and_left_out_where_its_entry_is_gone() -> None:
+def test_lag_is_taken_from_the_ring_and_left_out_where_its_entry_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_figures, "MAX_LAG_NS", 10**9)  # a machine need not have run for an hour
     words = memoryview(bytearray(4 * layout.PAGE)).cast("Q")
     noted = RecordFigures(words)
     words[layout.W_HEAD] = 1
     words[layout.W_TIMES] = 1
-    noted.done(Record(1, Kind.RESET), 10)  # published at 1 ns: an hour ago and more, no lag
+    noted.done(Record(1, Kind.RESET), 10)  # published at 1 ns: longer ago than a lag can be
     assert sum(words[layout.D_FIGURES + Daemon.LAG + index] for index in range(BUCKETS)) == 0
     import time
 
@@ -165,13 +167,23 @@ def test_a_block_index_is_shown_where_there_is_one() -> None:
     monitor = Monitor(SimpleNamespace(hub=hub, budget=budget, all=list), Journal())  # type: ignore[arg-type]
     assert not INDEX_METRICS & {metric.name for metric, _ in families(monitor.snapshot([]))}
     monitor.index = SimpleNamespace(  # type: ignore[assignment]
-        blocks=lambda: {"held": 1, "cached": 2}, evictions=lambda: {"capacity": 3}, leases=lambda: 4
+        blocks=lambda: {"held": 1, "cached": 2},
+        evictions=lambda: {"capacity": 3},
+        leases=lambda: 4,
+        lookups=lambda: {"hit": 5, "miss": 6},
+        publishes=lambda: {"stored": 7},
+        fills=lambda: 8,
+        bytes=lambda: {"used": 9, "limit": 10},
     )
     shown = samples(TextWriter().write(families(monitor.snapshot([]))))
     assert shown["stagecache_index_blocks", (("state", "cached"),)] == 2
     assert shown["stagecache_index_blocks", (("state", "free"),)] == 0
     assert shown["stagecache_index_evictions_total", (("cause", "capacity"),)] == 3
     assert shown["stagecache_index_leases", ()] == 4
+    assert shown["stagecache_index_lookup_hashes_total", (("result", "miss"),)] == 6
+    assert shown["stagecache_index_published_blocks_total", (("outcome", "stored"),)] == 7
+    assert shown["stagecache_index_filled_blocks_total", ()] == 8
+    assert shown["stagecache_index_bytes", (("which", "limit"),)] == 10
     assert shown["stagecache_schedulers", ()] == 2
 
 

@@ -228,6 +228,13 @@ def test_a_head_that_is_further_than_the_log_is_long_is_refused(segments: Sessio
     assert read_entry(segments, 1)[0][layout.E_SEQUENCE] == 1
 
 
+def test_a_sequence_that_no_claim_word_can_hold_is_refused(segments: SessionSegments) -> None:
+    """No log gets so far; a scribbled ``consumed`` says so."""
+    sequence = layout.MAX_SEQUENCE + 1
+    segments.words[layout.W_HEAD] = sequence
+    refused(lambda: read_entry(segments, sequence), "more than a claim can hold")
+
+
 def test_what_was_read_cannot_change_any_more() -> None:
     with new_session() as segments:
         Log(segments).append(save(0, runs((0, 2)), (0, ROWS)))

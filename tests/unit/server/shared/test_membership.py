@@ -16,6 +16,7 @@ def test_what_one_member_published_another_reads(store: NamespaceStore) -> None:
     first, second = Member(store), Member(store)
     assert publish(first, 1) is PublishOutcome.STORED
     assert stored(second, [1, 2]) == [True, False]
+    assert store.figures.filled == 1
 
 
 def test_the_first_copy_of_a_content_is_kept(store: NamespaceStore) -> None:

@@ -1,0 +1,99 @@
+"""What belongs to one session: arena, results, keys, pages, log. A cache that attaches anew changes all of it at once.
+
+A step keeps the attachment that it was saved under, and with it the mapping: rows of an older session stay readable, as
+far as they had been brought, until the step is consumed.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from stagecache.arena import Arena
+from stagecache.counters import Counters
+from stagecache.device import CpuDevice, clone_rows
+from stagecache.errors import DaemonLostError
+from stagecache.export import Exporter
+from stagecache.hits import Hit, HitReader
+from stagecache.keys import KeyBook
+from stagecache.merge import SavedStep, Window
+from stagecache.saver import StepSaver
+from stagecache.session import Session
+
+
+class Attachment:
+    """One session with everything that steps do through it.
+
+    Args:
+        keys: a book of the session's keys; those that came with the attach are added.
+        lock: the cache's, which guards arena and results.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        keys: KeyBook,
+        counters: Counters,
+        lock: threading.Lock,
+        device: CpuDevice,
+        *,
+        claim_timeout_s: float,
+        merge_timeout_s: float,
+        gpu_staging_bytes: int,
+        split_lists: bool,
+    ) -> None:
+        geometry = session.geometry
+        self.session = session
+        self.keys = keys
+        for key in session.keys:
+            keys.add(key, remembered=True)
+        self.arena = Arena(session.control.arena)
+        self.hits = HitReader(session, self.arena, geometry.block_size, geometry.max_results)
+        self.saver = StepSaver(
+            session,
+            keys,
+            self.hits,
+            counters,
+            lock,
+            device,
+            claim_timeout_s=claim_timeout_s,
+            merge_timeout_s=merge_timeout_s,
+            gpu_staging_bytes=gpu_staging_bytes,
+            split_lists=split_lists,
+        )
+        self.export = Exporter(session, counters, self.arena, self.saver.deferred, self.hits, lock)
+        self._counters = counters
+        self._lock = lock
+        self._merge_timeout_s = merge_timeout_s
+
+    def read_hit(self, hit: Hit, name: str, needed: Window) -> torch.Tensor:
+        """uint8 rows of hit and tail, the tail not filled in. Waits for the gather; holds no lock.
+
+        Raises:
+            StageCacheError: the rows cannot be had.
+        """
+        gather = hit.gathers.get(name)
+        if gather is None:
+            if name in self.keys.refused:
+                raise self.keys.refused[name].again()
+            raise DaemonLostError(f"request {hit.req_id}: key {name} has no rows of its hit at the daemon")
+        return self.hits.read(hit, gather, needed, self._merge_timeout_s)
+
+    def hand_out(self, hit: Hit, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """Merged rows as a tensor of their own: a lease of their extent, or a copy where tensors hold too much."""
+        gather = hit.gathers[name]
+        if gather.extent is None:
+            return rows
+        with self._lock:
+            leased = self.arena.lease(gather.extent) if self.arena.may_lease(gather.extent) else None
+            if leased is not None:
+                gather.extent = None
+        if leased is None:
+            self._counters.copied_extents += 1
+            return clone_rows(rows)
+        return torch.from_numpy(leased)[: rows.numel() * rows.element_size()].view(rows.dtype).view(rows.shape)
+
+    def release(self, step: SavedStep) -> None:
+        """Give back what hits of a consumed step hold. Caller holds the lock."""
+        self.hits.release(gather for hit in step.hits.values() for gather in hit.gathers.values())
