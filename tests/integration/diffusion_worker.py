@@ -41,7 +41,7 @@ def run_worker(socket: Path, kill_at: str, *prompts: str) -> tuple[list[dict[str
         stdout=subprocess.PIPE,
         check=False,
         cwd=ROOT,
-        timeout=100,
+        timeout=140,
     )
     return [json.loads(line) for line in done.stdout.splitlines()], done.returncode
 

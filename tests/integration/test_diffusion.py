@@ -13,7 +13,7 @@ from examples.small_dit import MODEL_NAME, ImageRequest, Lora, SmallDiT
 from stagecache.control import connect_observer
 from stagecache.diffusion import DiffusionStage, NodeStore
 from stagecache.diffusion.counts import DiffusionCounts
-from tests.daemon_process import DaemonProcess
+from tests.daemon_process import DaemonProcess, poll_until
 from tests.integration.diffusion_worker import WINDOW_BLOCKS, digest, run_worker
 from tests.integration.helpers import own_daemon
 from tests.unit.diffusion.kit import BLOCK, SIZES, ask, changed_pixel, dense, one_thread, paged
@@ -133,6 +133,7 @@ def test_a_worker_with_other_weights_shares_nothing(sharing: DaemonProcess, mode
 
 
 @pytest.mark.crash
+@pytest.mark.timeout(300)
 def test_a_killed_worker_leaves_whole_blocks_or_none(
     sharing: DaemonProcess, model: SmallDiT, attach: MakeStage
 ) -> None:
@@ -166,6 +167,7 @@ def test_a_killed_worker_leaves_whole_blocks_or_none(
 
 
 @pytest.mark.crash
+@pytest.mark.timeout(300)
 def test_without_the_daemon_everything_is_computed_and_behind_it_the_blocks_are_there(
     sharing: DaemonProcess, model: SmallDiT, attach: MakeStage
 ) -> None:
@@ -182,12 +184,20 @@ def test_without_the_daemon_everything_is_computed_and_behind_it_the_blocks_are_
     assert counts.saved_blocks == 2 * WINDOW_BLOCKS
     assert counts.unsaved_requests == 0
     sharing.start()
-    hits = []
-    for attempt in range(4):  # The worker shakes hands with the new daemon in its own time.
-        latents, counts = run(stage, node, request, f"back {attempt}")
-        assert torch.equal(latents, expected)
-        hits.append(counts.hit_blocks)
-    assert hits[-1] == complete_blocks(model, request)
+
+    def hits_all() -> bool:
+        before = stage.counts.copy()
+        assert torch.equal(stage.generate("back", request).latents, expected)
+        return stage.counts.since(before).hit_blocks == complete_blocks(model, request)
+
+    # The worker shakes hands with the new daemon in its own time, and attaches anew where its session was ended.
+    poll_until(hits_all, "hits behind a killed daemon", 60.0)
+    session = node._cache.session.rpc.credentials.session_id
+    assert sharing.stop() == 0
+    assert torch.equal(stage.generate("stopped", request).latents, expected)
+    sharing.start()
+    poll_until(hits_all, "hits behind a daemon that was stopped", 60.0)
+    assert node._cache.session.rpc.credentials.session_id != session
 
 
 def test_a_node_with_little_room_serves_what_it_has(tmp_path: Path, model: SmallDiT, attach: MakeStage) -> None:
