@@ -17,7 +17,7 @@ BLOCK_SIZE = 32
 IMAGE_PIXELS = 64
 """A reference image of 64 x 64 pixels is 256 tokens."""
 
-_PROMPT = "a red boat on a lake in the early morning fog, oil on canvas, number "
+_PROMPT = "a red boat on a lake in the early morning fog, oil on canvas"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Workload:
 def _request(number: int, image: int) -> ImageRequest:
     picture = np.random.default_rng(image).integers(0, 256, (IMAGE_PIXELS, IMAGE_PIXELS, 3), dtype=np.uint8)
     return ImageRequest(
-        f"{_PROMPT}{number:08d}",
+        f"{number:08d} {_PROMPT}",
         (picture,),
         guidance=GUIDANCE,
         steps=STEPS,
