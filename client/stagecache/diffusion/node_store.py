@@ -69,7 +69,7 @@ class NodeStore:
     ) -> NodeStore:
         """Attach this process to the daemon at ``socket``.
 
-        shape: KV of one token. window_blocks: blocks that travel at once; the session takes about seven times their
+        shape: KV of one token. window_blocks: blocks that travel at once; the session takes about six times their
         bytes of the daemon's memory, whatever the number of the worker's pages.
 
         Raises:
