@@ -200,6 +200,23 @@ def test_without_the_daemon_everything_is_computed_and_behind_it_the_blocks_are_
     assert node._cache.session.rpc.credentials.session_id != session
 
 
+def test_a_hit_that_the_node_has_not_is_computed_and_never_guessed(
+    sharing: DaemonProcess, model: SmallDiT, attach: MakeStage
+) -> None:
+    """As if the blocks had gone between lookup and load: the fill finds nothing, and the rows are UNKNOWN."""
+    stage, node = attach(sharing)
+    run(stage, node, changed_pixel(ask()), "older rows in the same slots")
+    acquire = node.acquire
+    node.acquire = lambda request_id, rows: [len(hashes) for hashes in rows]  # type: ignore[method-assign]
+    latents, counts = run(stage, node, ask(), "not there")
+    assert torch.equal(latents, dense(model).generate("r", ask()).latents)
+    assert (counts.failed_loads, counts.hit_blocks, counts.loaded_blocks) == (1, 0, 0)
+    node.acquire = acquire  # type: ignore[method-assign]
+    latents, counts = run(stage, node, ask(), "there")
+    assert torch.equal(latents, dense(model).generate("r", ask()).latents)
+    assert (counts.failed_loads, counts.hit_blocks) == (0, complete_blocks(model, ask()))
+
+
 def test_a_node_with_little_room_serves_what_it_has(tmp_path: Path, model: SmallDiT, attach: MakeStage) -> None:
     """Room for fewer blocks than one request has: blocks are evicted, also behind a hit that is held."""
     with own_daemon(tmp_path, "--shared-bytes", str(9 * BLOCK * SIZES.layers * 2 * SIZES.width * 4)) as small:
