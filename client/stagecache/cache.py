@@ -306,6 +306,10 @@ class StageCache:
         A block whose hash is not kept is UNKNOWN for every key: a hit on it raises UnreadableHitError. Engine thread;
         returns how many were logged; the others are UNKNOWN too.
         """
+        self._abandon()  # Before the blocks have a new tenant.
+        if self._renewals.pending:
+            self._take_session()
+        self._saver.epochs.follow(None)
         return self._saver.sharing.fill(blocks)
 
     # ------------------------------------------------------------------- save

@@ -28,7 +28,7 @@ from typing import Any
 from stagecached import config, daemon, logs
 from stagecached.consumer import Consumer
 from tests.crash.mutant_consumers import CONSUMERS
-from tests.crash.points import Plan, killing, printer, tear_stores
+from tests.crash.points import Plan, killing, killing_store, printer, tear_stores
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
@@ -48,9 +48,10 @@ def become_daemon(setup: dict[str, Any], item: dict[str, Any]) -> None:
         plan = Plan(item.get("point", ""), item.get("visit", 0), report)
         base = CONSUMERS[setup["mutant"]] if setup["mutant"] else Consumer
         tear_stores(plan)
-        settings = config.load(["--socket", setup["socket"], "--memory-budget", "1GiB", "--log-level", "warning"])
+        arguments = ["--socket", setup["socket"], "--memory-budget", "1GiB", "--shared-bytes", "1MiB"]
+        settings = config.load([*arguments, "--log-level", "warning"])
         logs.configure(settings.log_format, settings.log_level)
-        daemon.run(settings, killing(base, plan))
+        daemon.run(settings, killing(base, plan), killing_store(plan))
         report({"event": "visits", "visits": dict(plan.visits)})
         status = 0
     except BaseException as error:

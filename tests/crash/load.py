@@ -16,8 +16,9 @@ from stagecache.cache import StageCache
 from stagecache.errors import StageCacheError, UnreadableHitError
 from stagecache.policy import ModelCachePolicy
 from stagecache_wire.geometry import Geometry, KeySchema
+from stagecache_wire.v1 import stagecache_pb2 as pb
 from tests.crash.oracle import HIDDEN, RowKind
-from tests.crash.workload import DEFERRED, KINDS, PASSING, Step, View, Workload
+from tests.crash.workload import DEFERRED, KINDS, PASSING, SHARED, Step, View, Workload
 
 POISON = 0xA5
 
@@ -89,6 +90,16 @@ class Load:
             gpu_staging_bytes=attach.pop("gpu_staging_bytes", 512),
             **attach,
         )
+        if self.workload.sharing:
+            ids = [key.key_id for key in self.cache.session.keys if key.schema.name in SHARED]
+            answer = self.cache.session.rpc.join_namespace(
+                pb.JoinNamespaceRequest(
+                    model_fingerprint=str(seed), hash_algorithm="sha256", dtype="x", tensor_parallel_size=1, key_ids=ids
+                ),
+                wait_s,
+            )
+            assert answer.on, answer.why
+            self.cache._saver.sharing._on = True
         self.eager = eager
         self.steps = 0
         self.checked_rows = 0
@@ -139,6 +150,8 @@ class Load:
         self.steps += 1
         if step.reset_before:
             self.cache.reset(cause="test")
+        if step.fill:
+            self.cache.fill(step.fill)
         self.cache.new_step_starts(step.plan)
         self.view.show(step)
         self.unsaved = None
@@ -157,6 +170,8 @@ class Load:
         for value in live.values():
             value.view(torch.uint8).fill_(1 if value.dtype == torch.bool else POISON)
         self._open.append(Open(step, step_id, self.workload.saved(step)))
+        if step.publish:
+            self.cache.publish(step.publish)
 
     def _consume(self, index: int) -> None:
         entry = self._open[index]

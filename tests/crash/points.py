@@ -18,11 +18,15 @@ from typing import Any
 
 from stagecache_wire import presence, shm
 from stagecached import consumer as consumer_module
+from stagecached import sharing as sharing_module
 from stagecached.consumer import Consumer
 from stagecached.keystore import KeyStore
 from stagecached.segments import SessionSegments
+from stagecached.shared.store import NamespaceStore
 
 NAMED: frozenset[str] = frozenset(re.findall(r"self\._point\(\"(\w+)\"\)", inspect.getsource(consumer_module)))
+SHARING: frozenset[str] = frozenset(re.findall(r"self\._point\(\"(\w+)\"\)", inspect.getsource(sharing_module)))
+"""Of PUBLISH and FILL records. Which points a namespace's store has, tests/crash/test_shared_killed.py knows."""
 TORN: frozenset[str] = frozenset(
     {"torn_claim", "torn_scatter", "torn_written", "torn_gather", "torn_flush", "torn_settle", "torn_close_key"}
 )
@@ -64,6 +68,16 @@ def killing(base: type[Consumer], plan: Plan) -> type[Consumer]:
             plan.reached(name)
 
     return Killing
+
+
+def killing_store(plan: Plan) -> type[NamespaceStore]:
+    """A namespace's store with its points wired to ``plan``."""
+
+    class KillingStore(NamespaceStore):
+        def point(self, name: str) -> None:
+            plan.reached(name)
+
+    return KillingStore
 
 
 def tear_stores(plan: Plan) -> None:

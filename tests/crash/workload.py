@@ -7,6 +7,7 @@ Only what the cache sees matters, so there are no tokens: a hit may name any ful
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from hashlib import sha256
 from random import Random
 from typing import Any
 
@@ -22,6 +23,8 @@ KINDS: dict[str, RowKind] = {
     "late": RowKind("int64", (2,), 16),
 }
 """Keys declared at attach. ``late`` is deferred."""
+SHARED = (HIDDEN, "ctx")
+"""What a block that is shared consists of."""
 DEFERRED = frozenset({"late"})
 PASSING = RowKind("float32", (1,), 4)
 """Keys that look per-token in a pure decode step, and turn out not to be (K1)."""
@@ -65,6 +68,8 @@ class Step:
     reset_before: bool = False
     rows: dict[str, list[bytes]] = field(default_factory=dict)
     leftover: str = ""
+    fill: list[tuple[int, bytes]] = field(default_factory=list)
+    publish: list[tuple[int, bytes]] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -84,10 +89,13 @@ class Workload:
         churn: float = 0.25,
         resets: float = 0.06,
         passing_keys: bool = True,
+        sharing: bool = False,
         salt: int = 0,
     ) -> None:
         """churn: how many of the running requests end in a step. resets: how often a new epoch begins. salt: another
-        gives the same steps other rows."""
+        gives the same steps other rows. sharing: full blocks are published and free ones filled; then each step has
+        rows of the same keys.
+        """
         self.rng = Random(seed)
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -95,6 +103,9 @@ class Workload:
         self.churn = churn
         self.reset_rate = resets
         self.passing_keys = passing_keys
+        self.sharing = sharing
+        self.shared: dict[bytes, dict[str, list[bytes]]] = {}
+        """Rows by key of the blocks that were published since the last reset, by their hashes."""
         self.oracle = Oracle()
         self.live: dict[str, Live] = {}
         self.resets = 0
@@ -115,6 +126,7 @@ class Workload:
         if step.reset_before:
             self.resets += 1
             self.oracle.reset()
+            self.shared.clear()
         plan.finished_req_ids = {*self._limbo, *(name for name in self.live if rng.random() < self.churn)}
         self._limbo = []
         plan.preempted_req_ids = {
@@ -125,6 +137,8 @@ class Workload:
             if request is not None:
                 self._release(request.blocks)
         self._limbo = sorted(plan.preempted_req_ids or ())
+        if self.sharing:
+            self._fill(step)
         budget = self.capacity
         pure_decode = rng.random() < 0.3
         for request in list(self.live.values()):
@@ -155,7 +169,34 @@ class Workload:
                 at += part.count
         if step.leftover:
             self.oracle.drop_key(step.leftover)
+        if self.sharing:
+            self._publish(step)
         return expected
+
+    def _fill(self, step: Step) -> None:
+        """Free blocks get rows from elsewhere, now and then of a hash that nobody published."""
+        rng, size = self.rng, self.block_size
+        for block in rng.sample(self._free, min(len(self._free), rng.choice((0, 0, 1, 2)))):
+            name = rng.choice(sorted(self.shared)) if self.shared and rng.random() < 0.9 else rng.randbytes(32)
+            step.fill.append((block, name))
+            slots = list(range(block * size, (block + 1) * size))
+            if name in self.shared:
+                self.oracle.save(slots, self.shared[name])
+            else:
+                self.oracle.lose(slots)
+            self._full.add(block)
+
+    def _publish(self, step: Step) -> None:
+        """Blocks that a saved step made full, with all of their rows there."""
+        size = self.block_size
+        for part in step.parts:
+            for block in part.blocks[part.first // size : (part.first + part.count) // size]:
+                slots = range(block * size, (block + 1) * size)
+                if self.oracle.readable(slots):
+                    rows = {key: self.oracle.read(key, slots, KINDS[key]) for key in SHARED}
+                    name = sha256(b"".join(rows[HIDDEN])).digest()
+                    step.publish.append((block, name))
+                    self.shared[name] = rows
 
     def was_lost(self, step: Step) -> None:
         """The step was never saved: what it would have written is unknown now."""
@@ -241,7 +282,7 @@ class Workload:
     def _outputs(self, step: Step) -> None:
         n, rng = step.tokens, self.rng
         for key, kind in KINDS.items():
-            if key == HIDDEN or rng.random() < 0.75:
+            if key in SHARED if self.sharing else key == HIDDEN or rng.random() < 0.75:
                 step.rows[key] = self._rows(kind, n)
         if not step.save or not n:
             return

@@ -19,7 +19,7 @@ from stagecache.local_daemon import LocalDaemon
 
 from .scenarios import BLOCK, tokens
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PROGRAM = Path(__file__).with_name("connector_engine.py")
 PROMPTS = {name: tokens(40 + number, 150) for number, name in enumerate(("first", "alone", "later", "salted", "small"))}

@@ -16,6 +16,12 @@ ORDINARY = StageFacts(kernel_block_size=16)
 REFUSED = {
     "v2 runner": ({"v2_runner": True}, "G3", "VLLM_USE_V2_MODEL_RUNNER=0"),
     "kv connector": ({"kv_consumer": True}, "G2", "kv_producer"),
+    "kv connector without shared blocks": ({"kv_consumer": True}, "G2", "STAGECACHE_SHARED_BLOCKS=1"),
+    "failed loads computed later": (
+        {"kv_consumer": True, "shared_blocks": True, "recomputes_failed_loads": True},
+        "G2",
+        "kv_load_failure_policy=fail",
+    ),
     "speculative decoding": ({"speculative": "ngram"}, "G3", "speculative_config"),
     "matching inside blocks": ({"prefix_match_unit": 8}, "G3", "prefix_match_unit"),
     "two groups": ({"kv_groups": (("full", 16), ("SlidingWindowSpec", 16))}, "G3", "full attention in every layer"),
@@ -115,6 +121,19 @@ def test_the_block_table_tells_the_kernels_block_size_and_striping() -> None:
         check_stage(config, kv, block_table=SimpleNamespace(blocks_per_kv_block=4, dcp_world_size=1))
     with pytest.raises(GateRefusal, match="decode context parallelism"):
         check_stage(config, kv, block_table=SimpleNamespace(blocks_per_kv_block=1, dcp_world_size=2))
+
+
+def test_a_stage_that_shares_its_blocks_may_get_kv_from_a_connector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """G2: only where the scheduler-side shim is there to cut what the connector offers."""
+    facts = dataclasses.replace(ORDINARY, kv_consumer=True, shared_blocks=True)
+    assert check_facts(facts) == facts
+    config = ordinary_config()
+    config.kv_transfer_config = SimpleNamespace(is_kv_consumer=True)
+    monkeypatch.setenv("STAGECACHE_SHARED_BLOCKS", "1")
+    with pytest.raises(GateRefusal, match="kv_consumer"):
+        check_stage(config, None)
+    config.scheduler_config.get_scheduler_cls = lambda: type("Patched", (), {"_stagecache_patched": True})
+    assert check_stage(config, None) is not None
 
 
 def test_a_producer_is_not_refused_and_a_consumer_is() -> None:

@@ -64,6 +64,7 @@ def make_scheduler(
     asynchronous: bool = False,
     prefix_caching: bool = True,
     scheduler_class: Any = None,
+    kv_transfer_config: Any = None,
 ) -> Any:
     """A scheduler; one of ``num_blocks`` is vLLM's null block. budget, threshold: tokens of a step, of a prefill."""
     cache_config = CacheConfig(block_size=BLOCK, enable_prefix_caching=prefix_caching)
@@ -81,6 +82,7 @@ def make_scheduler(
         cache_config=cache_config,
         parallel_config=ParallelConfig(),
         device_config=DeviceConfig("cpu"),
+        kv_transfer_config=kv_transfer_config,
     )
     config.scheduler_config.async_scheduling = asynchronous
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32)
