@@ -100,8 +100,8 @@ class Copies:
             raise FailedWriteError(f"{what}: the copy to host memory failed: {self.error}") from self.error
 
     def release(self) -> None:
-        """Nobody reads the slab's part of it any more. Any thread, once."""
+        """Nobody reads the slab's part of it any more. Any thread; twice does nothing."""
         with self._lock:
-            self._released = True
-            if self._landed.is_set():
+            before, self._released = self._released, True
+            if not before and self._landed.is_set():
                 self._slab.give_back(self._extents)

@@ -167,6 +167,8 @@ class StepSaver:
                 if copies is None or not page.sequence:
                     write.advance(WriteState.HOST_READY, sequence=page.sequence)
         except BaseException as error:
+            if copies is not None:
+                copies.release()
             if write.state < WriteState.WRITTEN:
                 write.advance(WriteState.FAILED, cause=str(error))
             raise

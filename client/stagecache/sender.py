@@ -9,6 +9,7 @@ session ends: a record whose copies failed becomes the one that says so (W5, W8)
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import threading
 import time
@@ -54,6 +55,7 @@ class _Item:
     copies: Copies | None = None
     writes: Sequence[Write] = ()
     urgent: bool = True
+    context: contextvars.Context | None = None
     action: Callable[[], None] | None = None
     last: bool = False
 
@@ -108,7 +110,8 @@ class LogSender:
             session.wait(lambda: self.head - self._log.head < MOST_WAITING, QUEUE_TIMEOUT_S, "the sender", kind="log")
         self.head += 1
         record.sequence = self.head
-        self._inbox.put(_Item(record, copies, writes, urgent))
+        # The trace that the record belongs to is in the context.
+        self._inbox.put(_Item(record, copies, writes, urgent, contextvars.copy_context()))
         return record.sequence
 
     def track(self, copies: Copies) -> None:
@@ -151,17 +154,22 @@ class LogSender:
         copies = item.copies
         if copies is not None:
             copies.land()
-        if item.record is not None:
-            if copies is not None and copies.error is not None:
-                self.failures.append(Lost(item.record.kind, item.record.rows, item.writes, copies.error))
-                self._publish(_lost_form(item.record), urgent=True)
-            elif self._publish(item.record, urgent=item.urgent):
-                # The engine thread may have failed the step meanwhile.
-                with contextlib.suppress(IllegalTransitionError):
-                    for write in item.writes:
-                        write.advance(WriteState.HOST_READY, sequence=item.record.sequence)
+        if item.record is not None and item.context is not None:
+            item.context.run(self._announce, item, item.record)
         if item.action is not None:
             item.action()
+
+    def _announce(self, item: _Item, record: Record) -> None:
+        """Publish the record of an item whose copies are over."""
+        error = item.copies.error if item.copies is not None else None
+        if error is not None:
+            self.failures.append(Lost(record.kind, record.rows, item.writes, error))
+            self._publish(_lost_form(record), urgent=True)
+        elif self._publish(record, urgent=item.urgent):
+            # The engine thread may have failed the step meanwhile.
+            with contextlib.suppress(IllegalTransitionError):
+                for write in item.writes:
+                    write.advance(WriteState.HOST_READY, sequence=record.sequence)
 
     def _publish(self, record: Record, *, urgent: bool) -> bool:
         """Append to the log, waiting for room as long as the session lives. Whether it was."""

@@ -346,7 +346,6 @@ class Session:
     def _wait(
         self, ready: Callable[[], bool], timeout_s: float, what: str, listen: Callable[[float], None] | None
     ) -> None:
-        self.log.ring()
         listen = listen or self.log.listen
         deadline = time.monotonic() + timeout_s
         look_at = time.monotonic() + _ALIVE_EVERY_S
@@ -362,6 +361,7 @@ class Session:
                 if gone_since is not None and now - gone_since >= self._daemon_grace_s:
                     self._go_away()
                     raise DaemonLostError(f"{what}: the daemon is gone for {self._daemon_grace_s:g} s")
+            self.log.ring()
             listen(min(WAIT_SLICE_S, deadline - now))
 
     # ---------------------------------------------------------------- outages

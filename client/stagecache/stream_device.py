@@ -50,7 +50,8 @@ class StreamDevice(CpuDevice):
             super().stage(page, rows)
 
     def gather(self, page: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-        """Pieces of our own clones: joined on the device, one copy."""
+        """Pieces of our own clones: joined on the device, one copy. What a failed save had asked for is dropped."""
+        self.drop()
         owned = [self.streams.owns(piece) for piece in pieces]
         if all(owned):
             self._pairs.append((page, self.streams.cat(pieces)))

@@ -80,6 +80,7 @@ def test_rows_are_right_and_no_step_is_held_up_while_the_clock_jumps(
     assert found["slowest_s"] < 5.0
 
 
+@pytest.mark.soak
 def test_outage_is_noticed_in_its_time_though_the_clock_is_set_back(
     daemon_of_that_clock: DaemonProcess, shifted: dict[str, str]
 ) -> None:

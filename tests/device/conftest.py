@@ -25,7 +25,13 @@ def make_on(daemon: DaemonProcess) -> Iterator[Callable[[str], Make]]:
 
     def on(order: str) -> Make:
         def make(settings: dict[str, Any] | None = None, **rules: Any) -> Stage:
-            given = {"order": order, "num_blocks": 64, **(settings or {})}
+            given = {
+                "order": order,
+                "num_blocks": 64,
+                "arena_bytes": 1 << 20,
+                "slab_bytes": 1 << 16,
+                **(settings or {}),
+            }
             stage = Stage(lambda made: DeviceCache(made, str(daemon.socket), **given), **rules)
             assert isinstance(stage.cache, DeviceCache)
             opened.append(stage.cache)

@@ -28,8 +28,8 @@ CALL_S = 20.0
 RECORDS = 4
 """In the log of each worker, so that there is something to merge."""
 SEGMENT = re.compile(rf"{shm.PREFIX}\.[0-9a-f]{{12}}")
-UNTOLD = {"UNIMPLEMENTED", "CANCELLED"}
-"""Codes that come without the daemon's typed error: no such method; a stream that we cancel."""
+UNTOLD = {"UNIMPLEMENTED", "CANCELLED", "MESSAGE_TOO_LARGE"}
+"""Codes that come without the daemon's typed error: no such method; a stream that we cancel; over gRPC's own limit."""
 
 REACHABLE = frozenset(
     {
@@ -47,6 +47,8 @@ REACHABLE = frozenset(
         "NO_SCHEDULER_SHIM",
         "TOO_MANY",
         "UNKNOWN_STAGE",
+        "UNSUPPORTED_HASH",
+        "UNKNOWN_NAMESPACE",
     }
 )
 """Reasons that a message alone can meet. Others need a full /dev/shm (SHM_FULL), a consumer that stands still
@@ -169,7 +171,7 @@ class CallFuzz:
             Found: an answer that must not be.
         """
         rng = self.rng
-        method = rng.choice((*VALID, "Attach", "OpenKey", "Lookup", "Merge"))
+        method = rng.choice((*VALID, "Attach", "Attach", "OpenKey", "OpenKey", "Lookup", "Merge", "JoinNamespace"))
         credentials, good = self._credentials(method)
         raw = self._message(method, good)
         if rng.random() < 0.01:
@@ -250,7 +252,7 @@ class CallFuzz:
 
     def _stream(self, raw: bytes, metadata: list[tuple[str, str | bytes]]) -> None:
         """A stream, read for one event by turns, and left open for a while."""
-        stream = self._watch(raw, timeout=CALL_S, metadata=metadata)
+        stream = self._watch(raw, timeout=10 * CALL_S, metadata=metadata)
         self._streams.append(stream)
         if len(self._streams) > 24:
             old = self._streams.popleft()
@@ -283,6 +285,8 @@ class CallFuzz:
                 if SEGMENT.search(told.message + told.remedy + str(told.facts)):
                     raise Found(f"{method}: an error names a segment: {told.message}")
                 return
+        if "message larger than max" in error.details():
+            code = "MESSAGE_TOO_LARGE"
         self.result.refused[code] += 1
         if code not in UNTOLD:
             raise Found(f"{method}: {code} without a reason: {error.details()}")

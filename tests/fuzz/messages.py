@@ -89,11 +89,54 @@ def _reset(rng: Random) -> Message:
     return pb.ResetRequest(stage="victim", force=rng.random() < 0.5, cause="fuzz")
 
 
+def _hashes(rng: Random, count: int) -> bytes:
+    return b"".join(bytes([rng.randrange(6)]) * 32 for _ in range(count))
+
+
+def _join(rng: Random) -> Message:
+    return pb.JoinNamespaceRequest(
+        model_fingerprint="m@1", hash_algorithm=rng.choice(("sha256", "sha256_cbor")), hash_seed="0", dtype="float32",
+        tensor_parallel_size=1, key_ids=rng.choice(([], [0])), sequence=rng.randint(0, 4),
+    )  # fmt: skip
+
+
+def _lookup_blocks(rng: Random) -> Message:
+    if rng.random() < 0.5:
+        spans = [rng.randint(0, 3) for _ in range(rng.randint(1, 3))]
+        return pb.LookupBlocksRequest(hashes=_hashes(rng, sum(spans)), span_blocks=spans, per_key=rng.random() < 0.3)
+    spans = [rng.randint(0, 12) for _ in range(rng.randint(1, 3))]
+    one = pb.SpanIdentity(mm_identifiers=["a"], mm_offsets=[1], mm_lengths=[2], cache_salt="s", embeds_digests=b"")
+    return pb.LookupBlocksRequest(
+        token_ids=[rng.randrange(99) for _ in range(sum(spans))], span_tokens=spans,
+        identities=rng.choice(([], [one] * len(spans))),
+    )  # fmt: skip
+
+
+def _acquire(rng: Random) -> Message:
+    spans = [rng.randint(1, 3) for _ in range(rng.randint(1, 3))]
+    names = [f"r{rng.randrange(5)}-{index}" for index in range(len(spans))]
+    return pb.AcquireBlocksRequest(request_ids=names, hashes=_hashes(rng, sum(spans)), span_blocks=spans)
+
+
+def _release(rng: Random) -> Message:
+    return pb.ReleaseBlocksRequest(request_ids=[f"r{rng.randrange(5)}-0"], all=rng.random() < 0.2)
+
+
+def _publish(rng: Random) -> Message:
+    blocks = rng.sample(range(16), rng.randint(1, 3))
+    return pb.PublishBlocksRequest(sequence=rng.randint(1, 4), block_ids=blocks, hashes=_hashes(rng, len(blocks)))
+
+
 VALID: dict[str, Callable[[Random], Message]] = {
     "Attach": _attach,
     "OpenKey": _open_key,
     "Merge": _merge,
     "Lookup": _lookup,
+    "JoinNamespace": _join,
+    "LookupBlocks": _lookup_blocks,
+    "AcquireBlocks": _acquire,
+    "ReleaseBlocks": _release,
+    "PublishBlocks": _publish,
     "Reset": _reset,
     "Stats": lambda rng: pb.StatsRequest(),
     "Detach": lambda rng: pb.DetachRequest(),
@@ -106,6 +149,8 @@ REQUESTS: dict[str, type[Message]] = {name: type(make(Random(0))) for name, make
 
 def value_for(rng: Random, field: FieldDescriptor) -> Any:
     """A value that the field's type holds, and that programs stumble over."""
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return rng.randbytes(rng.choice((0, 1, 31, 32, 33, 64, 3200)))
     if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
         return rng.choice(DTYPES if field.name == "dtype" else NAMES)
     if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
@@ -130,8 +175,10 @@ def mutate_fields(rng: Random, message: Message) -> None:
         if field.message_type is not None:
             if value and rng.random() < 0.7:
                 mutate_fields(rng, rng.choice(value))
+            elif value and rng.random() < 0.5:
+                value.extend([value[0]] * rng.choice((1, 2, 257)))
             elif rng.random() < 0.5:
-                value.extend([value[0] if value else key("more")] * rng.choice((1, 2, 257)))
+                value.add()
             else:
                 del value[:]
         elif value and rng.random() < 0.5:
@@ -139,7 +186,7 @@ def mutate_fields(rng: Random, message: Message) -> None:
         elif rng.random() < 0.3:
             del value[: rng.randint(1, 3)]
         else:
-            value.extend(value_for(rng, field) for _ in range(rng.choice((1, 2, 9, 5000))))
+            value.extend(value_for(rng, field) for _ in range(rng.choice((1, 2, 9, 300))))
     elif field.message_type is not None:
         if rng.random() < 0.1:
             message.ClearField(field.name)

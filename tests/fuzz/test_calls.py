@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from stagecache.errors import CallRefusedError, DaemonUnavailableError, StageCac
 from stagecache.rpc import handshake
 from stagecached import auth
 from stagecached.peer import ANSWER_TIMEOUT_S, MAX_CONNECTIONS
-from tests.daemon_process import DaemonProcess, poll_until
+from tests.daemon_process import DAEMON, DaemonProcess, poll_until
 from tests.fuzz import call_fuzz
 from tests.fuzz.beside import Beside
 from tests.fuzz.sockets import crowd, exchange, http_bytes, peer_line
@@ -26,8 +27,9 @@ from tests.soak.samples import process_figures
 
 CALLS = int(os.environ.get("STAGECACHE_FUZZ_CALLS", "100000"))
 SEED = int(os.environ.get("STAGECACHE_FUZZ_SEED", "1"))
-SHORT = 1200
+SHORT = 2000
 MIB = 1 << 20
+SETTINGS = ("--memory-budget", "256MiB", "--max-sessions", "12", "--shared-bytes", "8MiB")
 GROWTH = {"anonymous": 8 * MIB, "descriptors": 4, "threads": 8, "mappings": 0}
 """Of a daemon over a long run, once it is warm; bytes and counts."""
 
@@ -35,7 +37,7 @@ GROWTH = {"anonymous": 8 * MIB, "descriptors": 4, "threads": 8, "mappings": 0}
 @pytest.fixture(scope="module")
 def one_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     """Small: what a mutated call is granted costs little."""
-    process = DaemonProcess(tmp_path_factory.mktemp("fuzz"), "--memory-budget", "256MiB", "--max-sessions", "12")
+    process = DaemonProcess(tmp_path_factory.mktemp("fuzz"), *SETTINGS)
     process.start()
     yield process
     process.close()
@@ -75,17 +77,14 @@ def test_a_hundred_thousand_mutated_calls(daemon: DaemonProcess, capsys: pytest.
 def test_the_fuzz_notices_a_check_that_is_taken_out(tmp_path: Path) -> None:
     """The control: a daemon that takes schemas as they come meets unexpected errors, or never says BAD_GEOMETRY."""
 
-    class Careless(DaemonProcess):
-        module = "tests.fuzz.careless"
-
-    daemon = Careless(tmp_path, "--memory-budget", "256MiB", "--max-sessions", "12")
+    daemon = DaemonProcess(tmp_path, *SETTINGS, program=(sys.executable, "-m", "tests.fuzz.careless"))
     daemon.start()
     try:
         with pytest.raises(AssertionError):
             judge(call_fuzz.run(daemon, SEED, 3 * SHORT))
     finally:
         daemon.kill()
-        daemon.module = DaemonProcess.module
+        daemon.program = DAEMON
         daemon.start()
         daemon.close()
 

@@ -119,7 +119,7 @@ class Worker:
             socket=socket,
             model="check",
             stage=f"check-{bed.name}",
-            geometry=Geometry(num_blocks, 16, capacity, depth),
+            geometry=Geometry(num_blocks, 16, capacity, depth, 8 << 20),
             view=self,
             policy=ModelCachePolicy(deferred_keys=deferred),
             keys=[KeySchema(HIDDEN, "bfloat16", (hidden,))],

@@ -50,6 +50,7 @@ def test_adopted_memory_is_faulted_and_locked_again(fresh_daemon: DaemonProcess)
         poll_until(lambda: anchored(fresh_daemon.pid) > before - MIB, "every page to be mapped")
 
 
+@pytest.mark.soak
 @needs_root
 def test_memory_that_may_not_be_locked_is_told_with_limit_and_remedy(tmp_path: Path) -> None:
     daemon = DaemonProcess(tmp_path, program=(sys.executable, "-c", WITHOUT_MLOCK))

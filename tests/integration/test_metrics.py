@@ -206,7 +206,7 @@ def trouble_paths(scrapes: Scrapes) -> None:
     append = session.append
     for error in (errors.DaemonLostError("x"), errors.SessionFailedError("x"), ValueError("x")):
 
-        def fail(record: Record, error: Exception = error) -> int:
+        def fail(record: Record, *, urgent: bool = False, error: Exception = error) -> int:
             raise error
 
         stage.begin("e:[3]@0+1")
@@ -335,9 +335,16 @@ def refused_calls(scrapes: Scrapes) -> None:
     slow = stage_of(scrapes.daemon, {"stage": "slow", "num_blocks": 1 << 16})
     session = slow.cache.cache.session  # type: ignore[attr-defined]
     every_slot = runs([0, 1 << 18])
-    for _ in range(900):  # a backlog of half a second and more
-        session.append(Record(0, Kind.LOST, rows=1 << 18, runs=every_slot))
-    refused(lambda: session.rpc.merge(pb.MergeRequest(sequence=session.log.head), 0.1))
+
+    def told_too_late() -> float:
+        for _ in range(900):  # a backlog of half a second and more
+            session.append(Record(0, Kind.LOST, rows=1 << 18, runs=every_slot))
+        with suppress(errors.CallDeadlineError):  # the caller may give up first
+            session.rpc.merge(pb.MergeRequest(sequence=session.log.head), 0.1)
+        scrapes.take()
+        return scrapes.value("stagecache_rpc_refused_total", reason="deadline")
+
+    poll_until(told_too_late, "a refusal for its deadline", 60.0)
     session.rpc.merge(pb.MergeRequest(sequence=1), 5.0)
     crowd = [stage_of(scrapes.daemon, {"stage": "crowd"}) for _ in range(3)]
     refused(lambda: stage_of(scrapes.daemon, {"stage": "crowd"}))  # --max-sessions
@@ -400,17 +407,17 @@ def full_collection(scrapes: Scrapes) -> None:
     os.kill(scrapes.daemon.pid, signal.SIGUSR2)
     counted = "stagecache_gc_pause_seconds_count"
     poll_until(lambda: (scrapes.take(), scrapes.value(counted, generation="2"))[1], "a full collection")
-    assert "garbage collected" in scrapes.daemon.log
+    poll_until(lambda: "garbage collected" in scrapes.daemon.log, "the line that tells of it")
 
 
 def lost_directory(scrapes: Scrapes) -> None:
-    """A defect from outside: somebody took the folder away in which sessions are noted down."""
+    """Somebody took the folder away in which sessions are noted down."""
     sessions = scrapes.daemon.paths.sessions
     away = sessions.with_name("away")
     with worker(scrapes.daemon.socket) as rpc:
         sessions.rename(away)
         try:
-            with pytest.raises(errors.StageCacheError, match="unexpected"):
+            with pytest.raises(errors.StageCacheError, match="cannot be noted"):
                 rpc.attach(attach_request("lost", 16), 5.0)
         finally:
             away.rename(sessions)

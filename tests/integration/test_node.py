@@ -83,6 +83,7 @@ def test_processes_that_are_all_pid_1_are_told_apart(tmp_path: Path) -> None:
         daemon.close()
 
 
+@pytest.mark.soak
 def test_two_daemons_on_one_shared_memory_leave_each_other_alone(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
