@@ -20,7 +20,7 @@ REFUSED = {
     "failed loads computed later": (
         {"kv_consumer": True, "shared_blocks": True, "recomputes_failed_loads": True},
         "G2",
-        "kv_load_failure_policy=fail",
+        "policy=fail",
     ),
     "speculative decoding": ({"speculative": "ngram"}, "G3", "speculative_config"),
     "matching inside blocks": ({"prefix_match_unit": 8}, "G3", "prefix_match_unit"),
