@@ -1,7 +1,7 @@
 """The real daemon with hooks that only tests have: ``python -m tests.integration.hooked_daemon ARGUMENTS``.
 
 STUCK_AT, STUCK_WHILE    a consumer that reaches this point waits there for as long as this file exists
-SIGUSR2                  the event loop stands still for as long as that file exists
+SIGRTMIN                 the event loop stands still for as long as that file exists
 DAEMON_ABI               the shared-memory ABI of this daemon
 """
 
@@ -41,7 +41,7 @@ def main() -> None:
     settings = config.load(sys.argv[1:])
     logs.configure(settings.log_format, settings.log_level)
     if "STUCK_WHILE" in os.environ:
-        signal.signal(signal.SIGUSR2, lambda *_: wait_while(Path(os.environ["STUCK_WHILE"])))
+        signal.signal(signal.SIGRTMIN, lambda *_: wait_while(Path(os.environ["STUCK_WHILE"])))
     try:
         daemon.run(settings, HookedConsumer)
     except StartError as error:

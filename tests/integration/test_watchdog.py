@@ -122,7 +122,7 @@ def test_stuck_event_loop_answers_nobody_and_ends_the_daemon(tmp_path: Path) -> 
         load = load_of(daemon, 8)
         log_steps(load, 2)
         stuck.touch()
-        os.kill(daemon.pid, signal.SIGUSR2)
+        os.kill(daemon.pid, signal.SIGRTMIN)
         poll_until(lambda: "no answer in time" in says(daemon.socket), "the loop to stand still")
         assert daemon.ended() == EXIT_STUCK
         assert "the event loop has answered no health call" in daemon.log
