@@ -56,9 +56,17 @@ def steps(load: Load, count: int) -> None:
 
 
 def main(folder: Path) -> None:
-    assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 * MIB
     daemon = DaemonProcess(folder, "--memory-budget", "1GiB")
     daemon.start()
+    try:
+        run(daemon)
+    finally:
+        daemon.stop()
+    print("done")
+
+
+def run(daemon: DaemonProcess) -> None:
+    assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 * MIB
     with worker(daemon.socket) as rpc:
         print(refusal(lambda: rpc.attach(attach_request("large", 1 << 18, key()), 20.0)))
     load = Load(
@@ -83,7 +91,6 @@ def main(folder: Path) -> None:
     assert load.cache.counters.renewals == 0
     load.close()
     daemon.close()
-    print("done")
 
 
 if __name__ == "__main__":
