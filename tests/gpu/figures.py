@@ -18,6 +18,7 @@ from tests.gpu.beds import CudaBed, Worker
 HIDDEN = 4096
 REQUESTS = 64
 FORWARD_MS = 10.0
+MATRIX = 4096
 COPY_TOKENS = 8192
 SHARE_OF_TORCH = 0.95
 ENGINE_US = 150.0
@@ -102,8 +103,8 @@ class Forward:
     """Matrix products that keep the device busy for about ``milliseconds``, then hidden states in a live buffer."""
 
     def __init__(self, tokens: int, milliseconds: float) -> None:
-        self._left = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-        self._right = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        self._left = torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16)
+        self._right = torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16)
         self._out = torch.empty_like(self._left)
         self.live = torch.zeros(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
         self._times = 1
