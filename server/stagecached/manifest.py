@@ -91,6 +91,10 @@ class Manifest(BaseModel):
     """Digest of the namespace of shared blocks that it has joined, as hex digits; empty: none."""
 
 
+class NotDurableError(RuntimeError):
+    """A manifest cannot be written: the run directory is full, or gone."""
+
+
 class ManifestError(ValueError):
     """A manifest that is no manifest of this version."""
 
@@ -105,7 +109,14 @@ class ManifestStore:
         return self._directory / f"{session_id}.json"
 
     def save(self, manifest: Manifest) -> None:
-        write_atomically(self._path(manifest.session_id), manifest.model_dump_json(indent=1))
+        """
+        Raises:
+            NotDurableError: it cannot be written; the one of before stands.
+        """
+        try:
+            write_atomically(self._path(manifest.session_id), manifest.model_dump_json(indent=1))
+        except OSError as error:
+            raise NotDurableError(f"{self._directory} cannot be written: {error.strerror}") from error
 
     def remove(self, session_id: str) -> None:
         self._path(session_id).unlink(missing_ok=True)
