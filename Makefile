@@ -25,10 +25,10 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo lint format test test-fast test-engine venv-omni-next test-omni-next soak bench proto clean distclean
+.PHONY: help venv demo lint format test test-fast test-engine venv-omni-next test-omni-next soak bench bench-diffusion proto clean distclean
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-16s %s\n", $$1, $$2 }'
 
 $(STAMP): pyproject.toml constraints.txt tools/make_venv.sh tools/check_venv.py tools/engine-requirements.txt
 	@bash tools/make_venv.sh $(VENV) $(PYTHON)
@@ -72,6 +72,9 @@ soak: $(STAMP) ## long random runs with kills
 bench: $(STAMP) ## the figures of docs/performance.md and of the block index, measured on this machine
 	@$(BIN)/stagecache bench $(BENCH_ARGS)
 	@$(BIN)/python bench/index/bench_index.py $(INDEX_BENCH_ARGS) || echo "the block index missed a promise, see above"
+
+bench-diffusion: $(STAMP) ## a diffusion stage without a cache, paged, and with prefix caching
+	@$(BIN)/python -m bench.diffusion $(BENCH_ARGS)
 
 proto: $(STAMP) ## generate the stubs again after a change of the .proto file
 	$(BIN)/python tools/gen_proto.py

@@ -36,7 +36,7 @@ class SavedStep(_Referable):
     (deferred, or not kept), a copy of their own, by name. leftover: snapshot by name. hits: by request.
     absent_requests: requests with a hit of which the batch has no row (H7). failed: raised at materialize (K3).
     wants_hidden: whether hidden states are handed out. copies: from a device, on their way to page, local and leftover.
-    home: what it was saved under.
+    span_keys: other keys whose hits are. home: what it was saved under.
     """
 
     step_id: int
@@ -51,6 +51,7 @@ class SavedStep(_Referable):
     split_lists: bool = True
     all_keys: dict[str, StagedKey] = field(default_factory=dict)
     copies: Copies | None = None
+    span_keys: frozenset[str] = frozenset()
     home: Attachment = field(init=False)
 
     def land(self, copies: Copies, timeout_s: float) -> None:
@@ -107,7 +108,9 @@ def assemble(
     if HIDDEN_KEY in mm:
         hidden = mm.pop(HIDDEN_KEY)
     elif hidden is not None:
-        hidden = _spans_alone(step, req_ids, window_of, read_hit, hand_out)
+        hidden = _spans_alone(step, HIDDEN_KEY, req_ids, window_of, read_hit, hand_out)
+    for name in step.span_keys.difference(mm):
+        mm[name] = _spans_alone(step, name, req_ids, window_of, read_hit, hand_out)
     if step.leftover:
         index_of = {req_id: index for index, req_id in enumerate(step.batch.req_ids)}
         size = len(step.batch.req_ids)
@@ -188,17 +191,18 @@ def _merge_hit(
 
 def _spans_alone(
     step: SavedStep,
+    name: str,
     req_ids: list[str],
     window_of: dict[str, Window] | None,
     read_hit: ReadHit,
     hand_out: Callable[[Hit, str, torch.Tensor], torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Hidden rows of hits in a step that brought no hidden states: the span by itself (H7)."""
-    key = step.all_keys.get(HIDDEN_KEY)
+    """Rows of hits in a step that brought none of this key: the span by itself (H7)."""
+    key = step.all_keys.get(name)
     merged = {}
     for req_id in req_ids:
         hit = step.hits.get(req_id)
-        if hit is not None and key is not None and HIDDEN_KEY in hit.gathers:
+        if hit is not None and key is not None and name in hit.gathers:
             tail = torch.empty((0, *key.schema.row_shape), dtype=key.dtype)
-            merged[req_id] = _merge_hit(hit, HIDDEN_KEY, tail, window_of, read_hit, hand_out)
+            merged[req_id] = _merge_hit(hit, name, tail, window_of, read_hit, hand_out)
     return merged

@@ -21,11 +21,13 @@ class ModelCachePolicy:
         nor merged.
     deferred_keys: keys whose rows stay on the device until finish, abort, preemption or the byte budget (W3).
     key_roles: declared roles by key; a declared role beats the shape.
+    span_keys: keys that are handed out for a hit also by a step that brings no rows of them, as hidden states are (H7).
     """
 
     needs_full_hidden_states: bool = True
     deferred_keys: frozenset[str] = frozenset()
     key_roles: Mapping[str, KeyRole] = field(default_factory=dict)
+    span_keys: frozenset[str] = frozenset()
 
     @classmethod
     def from_model(cls, model: Any) -> ModelCachePolicy:

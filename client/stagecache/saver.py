@@ -187,6 +187,7 @@ class StepSaver:
             self._split_lists,
             dict(self.keys.open),
             copies,
+            self.keys.policy.span_keys if plan.hits else frozenset(),
         )
 
     def _log_step(self, plan: StepPlan, batch: Batch, split: Split, page: PageUse, staged: list[StagedKey]) -> None:

@@ -240,11 +240,14 @@ def adopt_key(names: SessionNames, key_id: int, schema: KeySchema, geometry: Geo
 
     Raises:
         FileNotFoundError: one of them is gone.
-        ValueError: one of them is smaller than the geometry says.
+        ValueError: one of them is not as long as the geometry says.
     """
     segments = {
         "staging": shm.open_segment(names.staging(key_id)),
         "pool": shm.open_segment(names.pool(key_id)),
         "table": shm.open_segment(names.table(key_id)),
     }
+    wanted = (staging_bytes(geometry, schema.row_bytes), pool_bytes(geometry, schema.row_bytes), table_bytes(geometry))
+    if tuple(segment.size for segment in segments.values()) != wanted:
+        raise ValueError("a segment is not as long as its key says")
     return KeyStore(key_id, schema, geometry, segments)

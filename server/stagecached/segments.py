@@ -114,13 +114,13 @@ class SessionSegments:
         """Map what an earlier daemon made, and check it. The log is not touched.
 
         Raises:
-            AdoptError: a segment is gone, too small, of another ABI or of another geometry.
+            AdoptError: a segment is gone, of another length, of another ABI or of another geometry.
         """
         try:
             parts = [shm.open_segment(name) for name in (names.control, names.arena, names.slots)]
             needed = (ControlLayout.of(geometry).total_bytes, geometry.arena_bytes, table_bytes(geometry))
-            if any(part.size < size for part, size in zip(parts, needed, strict=True)):
-                raise AdoptError("a segment is smaller than its geometry says")
+            if any(part.size != size for part, size in zip(parts, needed, strict=True)):
+                raise AdoptError("a segment is not as long as its geometry says")
             session = cls(names, geometry, *parts, mode=mode)
         except (FileNotFoundError, ValueError) as error:
             raise AdoptError(f"a segment cannot be mapped: {error}") from error

@@ -3,29 +3,17 @@
 Pure data structures, no I/O, no locks, no clock; one thread owns a pool and all that works on it. Layers look down
 only:
 
-    namespace   where hashes are valid         leases, manager   who holds which blocks
-    identity    content to block hash          pool              references, free queue and map kept in step
-    cbor        the bytes that are hashed      queue, hash_map   the two structures;  blocks   their common element
+    namespace         where hashes are valid
+    leases, manager   who holds which blocks
+    pool              references, free queue and map kept in step
+    queue, hash_map   the two structures;  blocks   their common element
 
-A hash may come from `BlockHasher` or from the engine; here it is 32 opaque bytes.
+A hash may come from `stagecache_wire.identity`, which the client has too, or from the engine; here it is 32 opaque
+bytes.
 """
 
-from stagecached.index.blocks import Block
-from stagecached.index.errors import (
-    BlockAlreadyCached,
-    BlockIndexError,
-    BlockNotFree,
-    BlockNotHeld,
-    MissingBlockHash,
-    NoFreeBlocks,
-    RequestAlreadyRunning,
-    StalePrefix,
-    UnknownBlock,
-    UnsupportedHash,
-    UnsupportedKey,
-)
-from stagecached.index.hash_map import BlockHashMap
-from stagecached.index.identity import (
+from stagecache_wire.hash_errors import BlockIndexError, UnsupportedHash, UnsupportedKey
+from stagecache_wire.identity import (
     DEFAULT_HASH_SEED,
     HASH_BYTES,
     BlockHasher,
@@ -34,6 +22,18 @@ from stagecached.index.identity import (
     check_hashes,
     digest_prompt_embeds,
 )
+from stagecached.index.blocks import Block
+from stagecached.index.errors import (
+    BlockAlreadyCached,
+    BlockNotFree,
+    BlockNotHeld,
+    MissingBlockHash,
+    NoFreeBlocks,
+    RequestAlreadyRunning,
+    StalePrefix,
+    UnknownBlock,
+)
+from stagecached.index.hash_map import BlockHashMap
 from stagecached.index.leases import LeaseTable
 from stagecached.index.manager import BlockManager
 from stagecached.index.namespace import KeySchema, Namespace

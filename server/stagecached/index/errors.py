@@ -6,9 +6,7 @@ wants to refuse a call catches that one.
 
 from __future__ import annotations
 
-
-class BlockIndexError(Exception):
-    """Base of every error that the block index raises on purpose."""
+from stagecache_wire.hash_errors import BlockIndexError
 
 
 class NoFreeBlocks(BlockIndexError):
@@ -85,11 +83,3 @@ class MissingBlockHash(BlockIndexError):
             "block before allocating its last token"
         )
         self.request_id = request_id
-
-
-class UnsupportedHash(BlockIndexError):
-    """A hash algorithm, or a hash of a form, in which the index does not work."""
-
-
-class UnsupportedKey(BlockIndexError):
-    """A token id or an extra key that has no encoding here."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 
-from stagecached.index import cbor
-from stagecached.index.errors import UnsupportedHash
-from stagecached.index.identity import BlockHasher
+from stagecache_wire import cbor
+from stagecache_wire.hash_errors import UnsupportedHash
+from stagecache_wire.identity import BlockHasher
 
 # vLLM's prefix_caching_hash_algo by name. `sha256` hashes a pickle: its hashes are accepted as the engine made them,
 # and cannot be made here. `sha256_cbor` can be made here too.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from stagecached.index.identity import NO_EXTRA_KEYS, BlockHasher, ExtraKeys
+from stagecache_wire.identity import NO_EXTRA_KEYS, BlockHasher, ExtraKeys
 
 
 class RequestView(Protocol):

@@ -23,7 +23,9 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request as PeerRequest
 
-from stagecached.index import BlockHasher, ExtraKeys, MultiModalSpan, Request, cbor, digest_prompt_embeds
+from stagecache_wire import cbor
+from stagecache_wire.identity import BlockHasher, ExtraKeys, MultiModalSpan, digest_prompt_embeds
+from stagecached.index import Request
 
 pytestmark = pytest.mark.engine
 

@@ -6,6 +6,7 @@ from hashlib import sha256
 
 import pytest
 
+from stagecache_wire.cbor import encode
 from stagecached.index import (
     BlockHasher,
     ExtraKeys,
@@ -16,7 +17,6 @@ from stagecached.index import (
     check_hashes,
     digest_prompt_embeds,
 )
-from stagecached.index.cbor import encode
 
 TOKENS = list(range(100, 140))
 HASHER = BlockHasher(8)

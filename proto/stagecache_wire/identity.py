@@ -5,7 +5,7 @@ to vLLM 0.30.0's `sha256_cbor`, so that hashes made here and by an engine name t
 tells apart blocks of equal token ids: the LoRA's name, each multimodal item in the block with its offset relative to
 the block's start, the salt (first block only; the chain carries it on), the digest of the block's prompt embeddings;
 in that order. Sha256 does not collide; that is what makes it safe to share blocks by name. Hashes that an engine made
-itself are used as they are (stagecached.index.namespace says which).
+itself are used as they are (a namespace says which).
 
 Here every multimodal item that reaches into a block is in its keys. vLLM 0.30.0 leaves some out, so that blocks of
 different images get one hash: of several items that lie in the prompt's last, unfilled block, all but the last (the
@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import repeat
 
-from stagecached.index import cbor
-from stagecached.index.cbor import TokenIds
-from stagecached.index.errors import UnsupportedHash, UnsupportedKey
+from stagecache_wire import cbor
+from stagecache_wire.cbor import TokenIds
+from stagecache_wire.hash_errors import UnsupportedHash, UnsupportedKey
 
 # The seed that vLLM hashes into the parent of the first block, where PYTHONHASHSEED does not give another.
 DEFAULT_HASH_SEED = "vllm-none-hash"

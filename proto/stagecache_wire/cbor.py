@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from stagecached.index.errors import UnsupportedKey
+from stagecache_wire.hash_errors import UnsupportedKey
 
 Value: TypeAlias = "int | bytes | str | bool | Sequence[Value] | None"
 TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"

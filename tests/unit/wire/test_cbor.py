@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stagecached.index import UnsupportedKey
-from stagecached.index.cbor import Value, encode, encode_array_head, encode_token_blocks
+from stagecache_wire.cbor import Value, encode, encode_array_head, encode_token_blocks
+from stagecache_wire.hash_errors import UnsupportedKey
 
 
 @pytest.mark.parametrize(
