@@ -197,10 +197,10 @@ class StageCache:
         if session is None:
             return
         home = self._attachment(session, self._keys.renewed(session.open_key))
+        namespace = self._saver.sharing.vouched
         if self.session.stream is not None:
             self.session.stream.retire()
         home.saver.epochs.begin_anew(self.session.epoch, ATTACHED_ANEW)
-        namespace = self._saver.sharing.vouched
         with self._lock:
             self._use(home)
         self._sharing = None

@@ -176,7 +176,7 @@ class BlockSharing:
         logged = 0
         for record in _records(Kind.PUBLISH, list(blocks)):
             try:
-                self._session.append(record)
+                self._session.append(record, urgent=False)
             except StageCacheError:
                 break
             logged += record.rows

@@ -311,8 +311,8 @@ def _attach(
         "view": RunnerBatch(runner, block_size),
         "keys": [hidden],
         "rank": _tp_rank(),
-        "device": device_for(getattr(runner, "device", None)),
         "engine": engine_name(config),
+        "device": device_for(getattr(runner, "device", None)),
     }
     namespace = _namespace_of(config, stage) if shared_blocks_wanted() else None
     try:
