@@ -12,6 +12,7 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+INDEX_BENCH_ARGS ?=
 
 NEXT_VENV ?= .venv-omni-next
 BIN := $(VENV)/bin
@@ -68,8 +69,9 @@ test-omni-next: $(NEXT_STAMP) ## tests/omni against vLLM-Omni 0.32.0rc1
 soak: $(STAMP) ## long random runs with kills
 	$(PYTEST) -m soak $(PYTEST_ARGS)
 
-bench: $(STAMP) ## the figures of the README, measured on this machine
+bench: $(STAMP) ## the figures of docs/performance.md and of the block index, measured on this machine
 	@$(BIN)/stagecache bench $(BENCH_ARGS)
+	@$(BIN)/python bench/index/bench_index.py $(INDEX_BENCH_ARGS) || echo "the block index missed a promise, see above"
 
 bench-diffusion: $(STAMP) ## a diffusion stage without a cache, paged, and with prefix caching
 	@$(BIN)/python -m bench.diffusion $(BENCH_ARGS)

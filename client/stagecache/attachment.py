@@ -20,6 +20,8 @@ from stagecache.keys import KeyBook
 from stagecache.merge import SavedStep, Window
 from stagecache.saver import StepSaver
 from stagecache.session import Session
+from stagecache.stream_device import StreamDevice
+from stagecache.stream_path import StreamPath
 
 
 class Attachment:
@@ -45,6 +47,8 @@ class Attachment:
     ) -> None:
         geometry = session.geometry
         self.session = session
+        if isinstance(device, StreamDevice):
+            session.stream = StreamPath(session, device)
         self.keys = keys
         for key in session.keys:
             keys.add(key, remembered=True)
@@ -62,7 +66,10 @@ class Attachment:
             gpu_staging_bytes=gpu_staging_bytes,
             split_lists=split_lists,
         )
-        self.export = Exporter(session, counters, self.arena, self.saver.deferred, self.hits, lock)
+        pins = device.pins if isinstance(device, StreamDevice) else None
+        self.export = Exporter(session, counters, self.arena, self.saver.deferred, self.hits, lock, pins)
+        if pins is not None:
+            self.export.refresh(0)
         self._counters = counters
         self._lock = lock
         self._merge_timeout_s = merge_timeout_s
@@ -93,6 +100,15 @@ class Attachment:
             self._counters.copied_extents += 1
             return clone_rows(rows)
         return torch.from_numpy(leased)[: rows.numel() * rows.element_size()].view(rows.dtype).view(rows.shape)
+
+    def land(self, step: SavedStep) -> None:
+        """Wait until a step's rows are in host memory. Holds no lock.
+
+        Raises:
+            CallDeadlineError, FailedWriteError: they are not there in time, or their copy failed.
+        """
+        if step.copies is not None:
+            step.land(step.copies, self._merge_timeout_s)
 
     def release(self, step: SavedStep) -> None:
         """Give back what hits of a consumed step hold. Caller holds the lock."""

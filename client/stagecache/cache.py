@@ -27,6 +27,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -52,6 +53,9 @@ from stagecache.step import BatchView
 from stagecache_wire.geometry import Geometry, KeySchema
 
 logger = logging.getLogger("stagecache")
+
+DRAIN_S = 5.0
+"""Longest time that a close waits for copies from the device."""
 
 
 class StageCache:
@@ -95,7 +99,7 @@ class StageCache:
         self._closed = False
         self._use(self._attachment(session, KeyBook(session.open_key, policy, declared)))
         self._steps: dict[int, SavedStep] = {}
-        self._in_flight: set[int] = set()
+        self._in_flight: dict[int, weakref.ref[SavedStep]] = {}
         self._next_step_id = 1
         self._plan: StepPlan | None = None
         self._sharing: BlockSharing | None = None
@@ -131,7 +135,8 @@ class StageCache:
         (W2). merge_timeout_s: longest wait of a materialize for a hit. daemon_grace_s: how long an outage is waited
         for, once. gpu_staging_bytes: device bytes that deferred clones may take (W3). split_lists: give each request
         its entry of a list with one entry a request. explicit_acks: rows count as delivered when ``ack`` says so, not
-        when materialize handed them out (R3).
+        when materialize handed them out (R3). device: where the outputs are, host memory by default;
+        ``stagecache.cuda.device_for`` makes one for a GPU, for this cache alone.
 
         Raises:
             DaemonUnavailableError: nobody answers at the socket.
@@ -192,6 +197,8 @@ class StageCache:
         if session is None:
             return
         home = self._attachment(session, self._keys.renewed(session.open_key))
+        if self.session.stream is not None:
+            self.session.stream.retire()
         home.saver.epochs.begin_anew(self.session.epoch, ATTACHED_ANEW)
         namespace = self._saver.sharing.vouched
         with self._lock:
@@ -217,6 +224,9 @@ class StageCache:
         self._abandon()
         if self._renewals.pending:
             self._take_session()
+        stream = self.session.stream
+        if stream is not None and stream.sender.failures:
+            self._saver.note_failures(stream)
         epoch = getattr(scheduler_output, "stagecache_epoch", None)
         if epoch is None:
             self._saver.epochs.follow(None)
@@ -342,6 +352,8 @@ class StageCache:
                 batch = self._batches.read(plan.scheduled, plan.tokens, num_tokens_unpadded)
             step = self._saver.save(step_id, plan, batch, hidden_states, multimodal_outputs or {}, num_tokens_padded)
             step.home = self._home
+            if step.page is not None:
+                step.page.holder = weakref.ref(step)
             with self._lock:
                 self._steps[step_id] = step
             self.counters.steps += 1
@@ -379,6 +391,8 @@ class StageCache:
             try:
                 if step.failed:
                     raise step.failed[0].again()
+                if step.copies is not None:
+                    step.home.land(step)
                 outputs = assemble(step, wanted, clipped, step.home.read_hit, step.home.hand_out)
                 with self._lock:
                     self._delivered(step, wanted, clipped)
@@ -411,8 +425,8 @@ class StageCache:
                     f"materialize(step {step_id}) asked for {strangers[:8]}, not in the batch when it was saved.",
                     remedy="Pass ids of the save, not of the live batch.",
                 )
+            self._in_flight[step_id] = weakref.ref(step)
             del self._steps[step_id]
-            self._in_flight.add(step_id)
             return step, wanted, windows(step, wanted, self._bounds) if self._requests.chained else None
 
     def ack(self, req_id: str, upto: int) -> None:
@@ -463,12 +477,21 @@ class StageCache:
     def _end_step(self, step: SavedStep) -> None:
         if step.page is not None:
             step.home.saver.pages.hand_out(step.page)
+        if step.copies is not None:
+            step.copies.release()
         with self._lock:
             if step.hits:
                 step.home.release(step)
-            self._in_flight.discard(step.step_id)
+            self._in_flight.pop(step.step_id, None)
             if self._requests.retired:
-                self._requests.reclaim(min(self._in_flight | {next(iter(self._steps), self._next_step_id)}))
+                self._reclaim()
+
+    def _reclaim(self) -> None:
+        """Free the rows of requests that ended, but of those that a step in flight needs. Caller holds the lock."""
+        gone = [step_id for step_id, reference in self._in_flight.items() if reference() is None]
+        for step_id in gone:  # something interrupted them
+            self._in_flight.pop(step_id, None)
+        self._requests.reclaim(min([*self._in_flight, next(iter(self._steps), self._next_step_id)]))
 
     def __enter__(self) -> StageCache:
         return self
@@ -483,6 +506,8 @@ class StageCache:
         if not self._closed:
             self._closed = True
             self._renewals.stop()
+            if self.session.stream is not None and not self.session.forked:
+                self.session.stream.close(DRAIN_S)
             self.session.close()
             self._saver.deferred.drop_all()
             self._saver.deferred.errors.clear()

@@ -6,8 +6,9 @@ still stands, so that it can never overwrite a new tenant.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from stagecache.errors import FailedWriteError
 from stagecache.mapping import StagedKey
 from stagecache.writes import Write, WriteState
 from stagecache_wire.records import KeyMode, Kind, Record, key_words
+
+if TYPE_CHECKING:
+    from stagecache.copies import Copies
 
 
 @dataclass(slots=True)
@@ -56,11 +60,12 @@ class DeferredRows:
         budget_bytes: int,
         device: CpuDevice,
         claim_page: Callable[[StagedKey], int],
-        append: Callable[[Record], int],
+        append: Callable[[Record, Copies | None, Sequence[Write]], int],
         logged: Callable[[StagedKey, int, int], None],
     ) -> None:
-        """budget_bytes: device bytes that clones may take. claim_page(key), append(record) and logged(key, page,
-        sequence) are the log's side of a flush; the first two raise StageCacheError where they cannot.
+        """budget_bytes: device bytes that clones may take. claim_page(key), append(record, copies, writes) and
+        logged(key, page, sequence) are the log's side of a flush; the first two raise StageCacheError where they
+        cannot.
         """
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
@@ -75,6 +80,19 @@ class DeferredRows:
         self._claim_page = claim_page
         self._append = append
         self._logged = logged
+
+    def note_failed(self, writes: Sequence[Write], error: Exception) -> None:
+        """The copy of a flush, or of a step, failed on its way; the log says so already (W5, W8)."""
+        for write in writes:
+            if write.state < WriteState.WRITTEN:
+                write.advance(WriteState.FAILED, cause=str(error))
+        more = f" and {len(writes) - 1} more" if len(writes) > 1 else ""
+        report = FailedWriteError(
+            f"{writes[0].what}{more}: the copy to host memory failed: {error}. Their rows are unknown now.",
+            remedy="Later hits on them fail until the engine's prefix cache is reset.",
+        )
+        report.__cause__ = error
+        self.errors.append(report)
 
     def make_room(self, nbytes: int) -> None:
         """Flush the oldest requests until ``nbytes`` fit into the budget, or nothing is open."""
@@ -174,11 +192,14 @@ class DeferredRows:
             for *_, note in batch:
                 note.advance(WriteState.QUEUED)
                 note.advance(WriteState.COPYING)
-            source = torch.cat([clone.rows[start:end] for clone, start, end, _ in batch])
-            self._device.stage(key.pages[record.page][:rows], source)
-            sequence = self._append(record)
-            for *_, note in batch:
-                note.advance(WriteState.HOST_READY, sequence=sequence)
+            device = self._device
+            device.gather(key.pages[record.page][:rows], [clone.rows[start:end] for clone, start, end, _ in batch])
+            copies = device.seal()
+            notes = [note for *_, note in batch]
+            sequence = self._append(record, copies, notes)
+            if copies is None:
+                for note in notes:
+                    note.advance(WriteState.HOST_READY, sequence=sequence)
             self._logged(key, record.page, sequence)
             self.flushes += 1
             self.flushed_rows += rows
@@ -197,4 +218,4 @@ class DeferredRows:
         )
         report.__cause__ = error
         self.errors.append(report)
-        self._append(record)
+        self._append(record, None, ())

@@ -1,4 +1,5 @@
-"""The one seam for the device: clones and copies of rows. On the CPU all of them are done when they return.
+"""The one seam for the device: clones and copies of rows. On the CPU all of them are done when they return; where
+outputs are on a device with streams, stream_device.py takes its place.
 
 Copies go through memmove, not ``Tensor.copy_``: from 32,768 elements on torch spreads a copy over its OpenMP threads,
 and on a busy machine the barrier at its end was seen to take 8 ms for 128 KiB. Small copies keep the interpreter lock,
@@ -8,9 +9,13 @@ since giving it up may cost a switch interval when another thread runs Python; l
 from __future__ import annotations
 
 import ctypes
-from typing import Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
 import torch
+
+if TYPE_CHECKING:
+    from stagecache.copies import Copies
 
 RELEASE_BYTES: Final = 1 << 20
 """Copies of at least so many bytes (about 100 µs) let other threads run meanwhile."""
@@ -66,9 +71,17 @@ class CpuDevice:
         """Copy rows into a staging page. page: [n, *row shape], host; rows: the same shape and dtype."""
         copy_rows(page, rows.detach() if rows.requires_grad else rows)
 
+    def gather(self, page: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+        """Copy pieces of clones into a page, one behind the other. page: [sum of their rows, *row shape], host."""
+        self.stage(page, torch.cat([*pieces]))
+
     def to_host(self, rows: torch.Tensor) -> torch.Tensor:
         """An independent contiguous copy in host memory."""
-        return clone_rows(rows.detach())
+        return clone_rows(rows.detach()) if rows.is_cpu else rows.detach().contiguous().cpu()
+
+    def seal(self) -> Copies | None:
+        """The copies asked for since the last ``seal``, on their way; None where all of them are done."""
+        return None
 
     def snapshot(self, value: torch.Tensor) -> torch.Tensor:
         """A copy in host memory of any tensor, also of one that has no strides; one without data stays as it is."""

@@ -51,11 +51,15 @@ class Epochs:
         """Make the slots of a step UNKNOWN for every key, by a record without rows (W8)."""
         if not len(runs):
             return
-        self._counters.lost_steps += 1
         try:
             self._session.append(Record(0, Kind.LOST, rows=count_slots(runs), unit_runs=runs.ndim == 1, runs=runs))
         except StageCacheError:
             self.unlogged = True
+        self.lost()
+
+    def lost(self) -> None:
+        """A step's slots are UNKNOWN, as the log says already, or as the next epoch will."""
+        self._counters.lost_steps += 1
         self._ask_engine(ROWS_LOST)
 
     def follow(self, engine_epoch: int | None, engine_model: int | None = None) -> None:

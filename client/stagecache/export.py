@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from stagecache.hits import Hit, HitReader
     from stagecache.mapping import StagedKey
     from stagecache.merge import SavedStep
+    from stagecache.pins import Pins
     from stagecache.session import Session
 
 FULL_NS: Final = 50_000_000
@@ -82,8 +83,9 @@ class Exporter:
         deferred: DeferredRows,
         hits: HitReader,
         lock: threading.Lock,
+        pins: Pins | None = None,
     ) -> None:
-        """lock: the cache's, which guards the arena's tables."""
+        """lock: the cache's, which guards the arena's tables. pins: None where outputs are in host memory."""
         words = session.control.words
         self._session = session
         self._counters = counters
@@ -91,6 +93,7 @@ class Exporter:
         self._deferred = deferred
         self._hits = hits
         self._lock = lock
+        self._pins = pins
         self._values = array("Q", bytes(8 * figures.WORKER_WORDS))
         self._source = memoryview(self._values)
         self._target = words[layout.W_FIGURES : layout.W_FIGURES + figures.WORKER_WORDS]
@@ -223,6 +226,8 @@ class Exporter:
             values[_FLUSHED], values[_FLUSHED + 1] = deferred.flushed_rows, deferred.flushed_bytes
             values[_FLUSH_FAILED] = deferred.failed_flushes
             values[_W.DEFERRED_BYTES] = deferred.used_bytes
+        if self._pins is not None:
+            values[_W.PINNED_BYTES], values[_W.UNPINNED_BYTES] = self._pins.pinned_bytes, self._pins.unpinned_bytes
         if counters.unopened:
             values[_UNOPENED] = counters.unopened
         self._target[:] = source

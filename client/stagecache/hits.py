@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from stagecache.arena import Arena, Extent
+from stagecache.entries import Entries, Entry
 from stagecache.errors import StageCacheError, UnreadableHitError
 from stagecache.mapping import StagedKey
 from stagecache.policy import HIDDEN_KEY
@@ -35,17 +36,22 @@ _MAX_RUNS = 1 << 16
 class Gather:
     """One (request, key): where its rows go, and which record brings them.
 
-    extent: hit rows, then room for this step's. result: entry of the result table. sequence: of the last record that
+    extent: hit rows, then room for this step's. entry: of the result table. sequence: of the last record that
     gathered it. pieces, found: instead of an extent, where it came through the bounce. error: it cannot be had.
     """
 
     key: StagedKey
     extent: Extent | None = None
-    result: int = -1
+    entry: Entry | None = None
     sequence: int = 0
     pieces: torch.Tensor | None = None
     found: Result | None = None
     error: StageCacheError | None = None
+
+    @property
+    def result(self) -> int:
+        """Index of its entry; -1 without one."""
+        return -1 if self.entry is None else self.entry.index
 
 
 @dataclass(slots=True)
@@ -75,7 +81,7 @@ class HitReader:
         self._session = session
         self._arena = arena
         self._block_size = block_size
-        self._results = list(range(max_results - 1, BOUNCE_RESULT, -1))
+        self.entries = Entries(BOUNCE_RESULT + 1, max_results)
         self.spilled = 0
         """Gathers that went through the bounce."""
 
@@ -87,10 +93,13 @@ class HitReader:
                 if key.schema.name in hit.gathers:
                     continue
                 gather = hit.gathers[key.schema.name] = Gather(key)
-                if self._results:
+                entry = self.entries.take()
+                if entry is not None:
                     gather.extent = self._arena.allocate((hit.rows + hit.tail) * key.schema.row_bytes)
                     if gather.extent is not None:
-                        gather.result = self._results.pop()
+                        gather.entry = entry
+                    else:
+                        self.entries.give_back(entry)
                 planned.append((hit, gather))
         return planned
 
@@ -177,7 +186,7 @@ class HitReader:
             rows = min(step, hit.rows - start)
             runs = span_runs(hit.blocks, hit.low + start, hit.low + start + rows, self._block_size)
             part = Hit(hit.req_id, hit.low + start, hit.low + start + rows, 0, hit.blocks, runs)
-            piece = Gather(key, Extent(bounce.offset, bounce.size), BOUNCE_RESULT)
+            piece = Gather(key, Extent(bounce.offset, bounce.size), Entry(BOUNCE_RESULT))
             sequence = self._session.append(self._record([(part, piece)]))
             self._session.wait_consumed(sequence, timeout_s, f"the hit of request {hit.req_id}")
             found = self._result(BOUNCE_RESULT, sequence)
@@ -210,11 +219,13 @@ class HitReader:
         return torch.from_numpy(self._arena.data[extent.offset : extent.offset + size])
 
     def release(self, gathers: Iterable[Gather]) -> None:
-        """Give back extents and results of a step that is over. Caller holds the cache's lock."""
+        """Give back extents and entries of a step that is over. Caller holds the cache's lock. It may be done twice;
+        what an interrupt leaves comes back when the gathers are collected.
+        """
         for gather in gathers:
-            if gather.result >= 0:
-                self._results.append(gather.result)
-                gather.result = -1
+            if gather.entry is not None:
+                self.entries.give_back(gather.entry)
+                gather.entry = None
             if gather.extent is not None:
                 self._arena.free(gather.extent)
                 gather.extent = None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from stagecache.cache import StageCache
+from stagecache.device import CpuDevice
 from stagecache.policy import ModelCachePolicy
 from stagecache.reattach import Attacher
 from stagecache.session import Session
@@ -20,7 +21,7 @@ class LateCache:
 
     Args:
         error: why the first try failed; it was told already.
-        socket, model, stage, geometry, keys, rank, engine, view: as for ``StageCache.attach``.
+        socket, model, stage, geometry, keys, rank, engine, view, device: as for ``StageCache.attach``.
         namespace: to be joined then.
     """
 
@@ -37,10 +38,12 @@ class LateCache:
         rank: int = 0,
         engine: str = "",
         namespace: Namespace | None = None,
+        device: CpuDevice | None = None,
     ) -> None:
         self._model = model
         self._namespace = namespace
         self._view = view
+        self._device = device
         self._declared = frozenset(key.name for key in keys)
         attach = partial(
             Session.attach, socket, model=model, stage=stage, geometry=geometry, keys=keys, rank=rank, engine=engine
@@ -57,7 +60,7 @@ class LateCache:
         session = self._attacher.take()
         if session is None:
             return None
-        cache = StageCache(session, self._view, ModelCachePolicy(), declared=self._declared)
+        cache = StageCache(session, self._view, ModelCachePolicy(), declared=self._declared, device=self._device)
         cache.begin_late(self._model)
         if self._namespace is not None:
             cache.join_later(self._namespace)

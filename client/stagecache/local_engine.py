@@ -58,35 +58,45 @@ def running_engine(arguments: Mapping[str, Any]) -> Iterator[Any]:
 
 
 class Interrupts:
-    """Ctrl-C that cannot get lost.
+    """Ctrl-C and SIGTERM that cannot get lost, and that come once.
 
-    Python raises KeyboardInterrupt wherever the main thread is, and where that is a finalizer, it is dropped. So the
-    handler notes it as well, and a loop that calls ``check`` raises it again.
+    Python raises wherever the main thread is, and where that is a finalizer, the exception is dropped. So the handler
+    notes the signal as well, and a loop that calls ``check`` raises it again. Signals after the first are taken for
+    impatience: they would interrupt the cleaning up, and leave a daemon or a directory behind.
+
+    SIGINT raises KeyboardInterrupt; SIGTERM and SIGHUP raise SystemExit with the status that a shell gives, 128 and the
+    number. A signal that is ignored when the block begins (nohup) stays so.
     """
 
     def __init__(self) -> None:
-        self._seen = False
-        self._before: Any = None
+        self._seen: int | None = None
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        self._before = signal.signal(signal.SIGINT, self._handle)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
         if error is None:
             self.check()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._seen = True
-        raise KeyboardInterrupt
+        if self._seen is None:
+            self._seen = number
+            self.check()
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt where there was one."""
-        if self._seen:
+        """Raise again what the signal raised, where there was one."""
+        if self._seen == signal.SIGINT:
             raise KeyboardInterrupt
+        if self._seen is not None:
+            raise SystemExit(128 + self._seen)
 
 
 @contextlib.contextmanager

@@ -2,8 +2,8 @@
 
 One thread appends (on the CPU: the engine's). Payload and entry are written first, then the entry's sequence word,
 then ``head``; nothing is trusted but the words. The daemon's doorbell is rung for a record that cannot wait, and for
-any while the daemon says that it is asleep; else the daemon finds it within milliseconds. Whoever waits for the daemon
-rings first.
+any while the daemon says that it is asleep; else the daemon finds it by itself within 20 ms. Whoever waits for the
+daemon rings first.
 """
 
 from __future__ import annotations

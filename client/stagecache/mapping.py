@@ -81,15 +81,15 @@ class ControlWords:
         """
         self.layout = ControlLayout.of(geometry)
         self._control = shm.open_segment(control_segment)
-        self._arena = shm.open_segment(arena_segment)
+        self.arena_segment = shm.open_segment(arena_segment)
         self.words = self._control.view.cast("Q")
         self.bytes = self._control.view
         for word, value in layout.header_words(session_id, geometry):
             if self.words[word] != value:
                 raise AbiMismatchError(f"control segment: header word {word} is {self.words[word]}, expected {value}.")
         shm.prefault(self._control)
-        shm.prefault(self._arena)
-        self.arena = np.frombuffer(self._arena.map, np.uint8, geometry.arena_bytes)
+        shm.prefault(self.arena_segment)
+        self.arena = np.frombuffer(self.arena_segment.map, np.uint8, geometry.arena_bytes)
 
     @property
     def boot_id(self) -> int:

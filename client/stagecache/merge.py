@@ -21,17 +21,22 @@ from stagecache.policy import HIDDEN_KEY
 
 if TYPE_CHECKING:
     from stagecache.attachment import Attachment
+    from stagecache.copies import Copies
+
+
+class _Referable:
+    __slots__ = ("__weakref__",)
 
 
 @dataclass(slots=True)
-class SavedStep:
+class SavedStep(_Referable):
     """Everything materialize needs, taken at save; consumed exactly once (S1).
 
     page: the staging page it holds. staged: keys whose rows are in the page. local: rows of other per-token keys
     (deferred, or not kept), a copy of their own, by name. leftover: snapshot by name. hits: by request.
     absent_requests: requests with a hit of which the batch has no row (H7). failed: raised at materialize (K3).
-    wants_hidden: whether hidden states are handed out. span_keys: other keys whose hits are. home: what it was
-    saved under.
+    wants_hidden: whether hidden states are handed out. copies: from a device, on their way to page, local and leftover.
+    span_keys: other keys whose hits are. home: what it was saved under.
     """
 
     step_id: int
@@ -45,8 +50,18 @@ class SavedStep:
     wants_hidden: bool
     split_lists: bool = True
     all_keys: dict[str, StagedKey] = field(default_factory=dict)
+    copies: Copies | None = None
     span_keys: frozenset[str] = frozenset()
     home: Attachment = field(init=False)
+
+    def land(self, copies: Copies, timeout_s: float) -> None:
+        """Wait for its copies; what belongs to no page moves to memory that may be handed out.
+
+        Raises:
+            CallDeadlineError, FailedWriteError: as ``Copies.wait``.
+        """
+        copies.wait(timeout_s, f"step {self.step_id}")
+        self.local = {name: clone_rows(rows) for name, rows in self.local.items()}
 
 
 Window = tuple[int, int]

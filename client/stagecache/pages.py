@@ -7,6 +7,7 @@ record. A key that is written deferred uses its own pages for flushes, each free
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,19 +16,40 @@ from stagecache.log import WAIT_SLICE_S, LogWriter
 from stagecache.writes import Write
 
 if TYPE_CHECKING:
+    from stagecache.copies import Copies
     from stagecache.mapping import StagedKey
+    from stagecache.sender import LogSender
     from stagecache.session import Session
+
+
+def _somebody() -> object:
+    return True
 
 
 @dataclass(slots=True)
 class PageUse:
-    """Who holds a page. ``sequence`` 0: its record is not logged (yet, or ever)."""
+    """Who holds a page. ``sequence`` 0: its record is not logged (yet, or ever). ``holder``: a weak reference to the
+    saved step; where that was collected without being handed out (something interrupted it), nobody wants the page.
+    ``copies``: from a device into the page; it is nobody else's before they have landed, whatever became of the record
+    (W7).
+    """
 
     page: int
     step_id: int
     sequence: int = 0
     handed_out: bool = False
     write: Write | None = None
+    holder: Callable[[], object] = _somebody
+    copies: Copies | None = None
+
+    @property
+    def over(self) -> bool:
+        """Nobody will read the page any more."""
+        return self.handed_out or self.holder() is None
+
+    def landed(self, consumed: int) -> bool:
+        """The daemon has done its record, and no copy from a device is under way."""
+        return self.sequence <= consumed and (self.copies is None or self.copies.done)
 
 
 class StepPages:
@@ -36,7 +58,7 @@ class StepPages:
     One thread claims; any thread marks a page handed out. ``_changed`` guards nothing but the wake-up.
     """
 
-    def __init__(self, depth: int, log: LogWriter) -> None:
+    def __init__(self, depth: int, log: LogWriter | LogSender) -> None:
         self._uses: list[PageUse | None] = [None] * depth
         self._log = log
         self._changed = threading.Condition()
@@ -51,7 +73,12 @@ class StepPages:
         depth, found, free = len(uses), -1, 0
         for page in range(self._next - depth, self._next):  # Counted from the end where negative: once around.
             use = uses[page]
-            if use is None or (use.handed_out and use.sequence <= consumed):
+            # As ``over`` and ``landed`` say, without a call a page.
+            if use is None or (
+                (use.handed_out or use.holder() is None)
+                and use.sequence <= consumed
+                and (use.copies is None or use.copies.done)
+            ):
                 free += 1
                 if found < 0:
                     found = page % depth
@@ -65,13 +92,13 @@ class StepPages:
     def wait(self, slice_s: float) -> None:
         """Sleep until a page may have become free, for ``slice_s`` seconds at most."""
         consumed = self._log.consumed
-        if any(use is not None and use.handed_out and use.sequence > consumed for use in self._uses):
+        if any(use is not None and use.over and not use.landed(consumed) for use in self._uses):
             self._log.listen(min(slice_s, WAIT_SLICE_S))
             return
         with self._changed:
             # Told before it looks: a page is handed out before its thread asks whether anyone waits.
             self._waiting = True
-            if not any(use is None or use.handed_out for use in self._uses):
+            if not any(use is None or use.over for use in self._uses):
                 self._changed.wait(slice_s)
             self._waiting = False
 
@@ -91,7 +118,7 @@ class StepPages:
 
     def unconsumed(self) -> list[int]:
         """Step ids that hold a page and were neither materialized nor discarded."""
-        return [use.step_id for use in self._uses if use is not None and not use.handed_out]
+        return [use.step_id for use in self._uses if use is not None and not use.over]
 
     def outstanding(self) -> list[int]:
         """Sequences of logged pages that the daemon has not consumed."""

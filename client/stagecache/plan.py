@@ -322,8 +322,9 @@ def read_stages(path: Path) -> list[StageSpec]:
 
 def _parse(path: Path) -> object:
     """Raises: OSError, PlanError."""
-    suffix, text = path.suffix.lower(), path.read_text(encoding="utf-8")
+    suffix = path.suffix.lower()
     try:
+        text = path.read_text(encoding="utf-8-sig")
         if suffix == ".toml":
             return tomllib.loads(text)
         if suffix == ".json":
@@ -340,6 +341,10 @@ def _parse(path: Path) -> object:
             return yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise ValueError(" ".join(str(error).split())) from error
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{path} is not UTF-8 ({error}).", remedy="Write it as text, in UTF-8.") from error
+    except RecursionError as error:
+        raise PlanError(f"{path} is nested too deeply to be a list of stages.") from error
     except ValueError as error:
         raise PlanError(f"{path}: {error}.") from error
 

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,7 +26,11 @@ from stagecache.planner import StepPlan
 from stagecache.session import Session
 from stagecache.sharing import BlockSharing
 from stagecache.writes import Write, WriteState
-from stagecache_wire.records import U32, KeyMode, Record, key_words
+from stagecache_wire.records import U32, KeyMode, Kind, Record, key_words
+
+if TYPE_CHECKING:
+    from stagecache.copies import Copies
+    from stagecache.stream_path import StreamPath
 
 
 class StepSaver:
@@ -50,7 +54,9 @@ class StepSaver:
         self.keys = keys
         self.hits = hits
         self.counters = counters
-        self.pages = StepPages(session.geometry.staging_depth, session.log)
+        self._stream = session.stream
+        log = session.log if self._stream is None else self._stream.sender
+        self.pages = StepPages(session.geometry.staging_depth, log)
         self._flushes = FlushLog(session, claim_timeout_s)
         self.deferred = DeferredRows(
             gpu_staging_bytes, device, self._flushes.claim, session.append, self._flushes.logged
@@ -74,6 +80,16 @@ class StepSaver:
         with self._lock:
             planned = self.hits.plan(hits, self.keys.hit_keys())
         self._log_gathers(planned)
+
+    def note_failures(self, stream: StreamPath) -> None:
+        """Copies that failed since the last step: the sender has logged that their rows are lost (W5, W8)."""
+        while stream.sender.failures:
+            lost = stream.sender.failures.popleft()
+            self.deferred.note_failed(lost.writes, lost.error)
+            if lost.kind is Kind.SAVE:
+                self.epochs.lost()
+            else:
+                self.deferred.failed_flushes += 1
 
     def flush_ended(self, ended: list[str], finished: list[str]) -> None:
         """Requests finished or were preempted: what they have open is written (R1)."""
@@ -113,6 +129,8 @@ class StepSaver:
             StagingTimeoutError: no page became free (W2).
         """
         n = batch.tokens
+        if self._stream is not None:
+            self._stream.device.drop()
         split = self.keys.split(hidden, outputs, n, padded, len(batch.req_ids))
         if split.demoted or split.replaced:
             self._forget_keys(plan, split)
@@ -128,6 +146,7 @@ class StepSaver:
         write = Write(f"step {step_id}")
         page = self._claim_page(step_id)
         staged: list[StagedKey] = []
+        copies: Copies | None = None
         try:
             if page is None:
                 self.counters.local_steps += 1
@@ -141,10 +160,17 @@ class StepSaver:
                 for key, rows in split.immediate:
                     self._device.stage(key.rows(page.page, n), rows)
                     staged.append(key)
+            if self._stream is not None:
+                copies = self._device.seal()
+            if page is not None:
+                page.copies = copies
                 if n:
                     self._log_step(plan, batch, split, page, staged)
-                write.advance(WriteState.HOST_READY, sequence=page.sequence)
+                if copies is None or not page.sequence:
+                    write.advance(WriteState.HOST_READY, sequence=page.sequence)
         except BaseException as error:
+            if copies is not None:
+                copies.release()
             if write.state < WriteState.WRITTEN:
                 write.advance(WriteState.FAILED, cause=str(error))
             raise
@@ -160,6 +186,7 @@ class StepSaver:
             self.keys.policy.needs_full_hidden_states and (hidden is not None or (n == 0 and bool(plan.hits))),
             self._split_lists,
             dict(self.keys.open),
+            copies,
             self.keys.policy.span_keys if plan.hits else frozenset(),
         )
 
@@ -171,10 +198,12 @@ class StepSaver:
         else:
             clones = self._clone_deferred(split) if split.deferred else None
             # Rows may wait some milliseconds for the daemon to look; meanwhile they hold a page.
-            page.sequence = self.session.append(
-                Record.save(page.page, batch.tokens, self._key_words(split, staged), batch.runs),
-                urgent=self.pages.scarce,
-            )
+            record = Record.save(page.page, batch.tokens, self._key_words(split, staged), batch.runs)
+            if page.copies is None:
+                page.sequence = self.session.append(record, urgent=self.pages.scarce)
+            else:
+                assert page.write is not None
+                page.sequence = self.session.append(record, page.copies, (page.write,), urgent=self.pages.scarce)
             if clones:
                 self._add_deferred(batch, clones, page.sequence)
             if plan.publish:  # Never before the record whose rows it speaks of.

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from stagecache.arena import ALIGN
 from stagecache.errors import (
@@ -37,6 +37,11 @@ from stagecache_wire.messages import geometry_from_wire, geometry_to_wire, schem
 from stagecache_wire.names import RunPaths
 from stagecache_wire.records import KeyMode, Kind, Record, key_words
 from stagecache_wire.v1 import stagecache_pb2 as pb
+
+if TYPE_CHECKING:
+    from stagecache.copies import Copies
+    from stagecache.stream_path import StreamPath
+    from stagecache.writes import Write
 
 logger = logging.getLogger("stagecache")
 
@@ -81,8 +86,10 @@ class Session:
         self.control = ControlWords(
             answer.control_segment, answer.arena_segment, self.geometry, rpc.credentials.session_id
         )
-        doorbells = shm.open_semaphore(answer.daemon_doorbell), shm.open_semaphore(answer.worker_doorbell)
+        doorbells = shm.open_doorbells(answer.daemon_doorbell, answer.worker_doorbell)
         self.log = LogWriter(self.control, *doorbells)
+        self.stream: StreamPath | None = None
+        """Appends to the log in the engine thread's place, where rows come from a device with streams."""
         # posix_ipc leaves a semaphore mapped when its object goes; no thread can wait on one of ours by then.
         for doorbell in doorbells:
             weakref.finalize(self.log, doorbell.close).atexit = False
@@ -205,7 +212,10 @@ class Session:
         gone_since: float | None = None
         while True:
             try:
-                return self._staged(self.rpc.open_key(request, RPC_TIMEOUT_S))
+                key = self._staged(self.rpc.open_key(request, RPC_TIMEOUT_S))
+                if self.stream is not None:
+                    self.stream.opened(key)
+                return key
             except DaemonLostError:
                 if self.has_ended():
                     raise
@@ -225,7 +235,11 @@ class Session:
         Raises:
             StageCacheError: it cannot be logged.
         """
-        return self.append(Record(0, Kind.CLOSE_KEY, keys=key_words((key.key_id, KeyMode.ROWS))))
+        try:
+            return self.append(Record(0, Kind.CLOSE_KEY, keys=key_words((key.key_id, KeyMode.ROWS))))
+        finally:
+            if self.stream is not None:
+                self.stream.closed(key)
 
     def _staged(self, answer: pb.OpenKeyResponse) -> StagedKey:
         schema = schema_from_wire(answer.key)
@@ -235,8 +249,11 @@ class Session:
 
     # ---------------------------------------------------------------- the log
 
-    def append(self, record: Record, *, urgent: bool = True) -> int:
-        """Publish a record; returns its sequence. urgent: as for ``LogWriter.append``.
+    def append(
+        self, record: Record, copies: Copies | None = None, writes: Sequence[Write] = (), *, urgent: bool = True
+    ) -> int:
+        """Publish a record; returns its sequence. urgent: as for ``LogWriter.append``. Where there is a sender, it is
+        published once ``copies`` and all records before it are through, and ``writes`` are told.
 
         Raises:
             SessionFailedError: the daemon ended the session.
@@ -246,6 +263,8 @@ class Session:
         """
         if self.away or self.has_ended():
             self.check()
+        if self.stream is not None:
+            return self.stream.sender.append(record, copies, writes, urgent=urgent)
         try:
             return self.log.append(record, 0.0, urgent=urgent)
         except LogFullError:
@@ -278,6 +297,8 @@ class Session:
             return SessionFailedError(
                 f"the daemon does not hold this session any more: {self.watcher.gone}.", remedy=ANEW
             )
+        if self.stream is not None and self.stream.sender.broken is not None:
+            return self.stream.sender.broken.again()
         words = self.control.words
         if self.control.status == layout.STATUS_LIVE:
             return None
@@ -325,7 +346,6 @@ class Session:
     def _wait(
         self, ready: Callable[[], bool], timeout_s: float, what: str, listen: Callable[[float], None] | None
     ) -> None:
-        self.log.ring()
         listen = listen or self.log.listen
         deadline = time.monotonic() + timeout_s
         look_at = time.monotonic() + _ALIVE_EVERY_S
@@ -341,6 +361,7 @@ class Session:
                 if gone_since is not None and now - gone_since >= self._daemon_grace_s:
                     self._go_away()
                     raise DaemonLostError(f"{what}: the daemon is gone for {self._daemon_grace_s:g} s")
+            self.log.ring()
             listen(min(WAIT_SLICE_S, deadline - now))
 
     # ---------------------------------------------------------------- outages
@@ -348,6 +369,8 @@ class Session:
     def has_ended(self) -> bool:
         """Whether the daemon ended the session: it was stopped, or a record was bad. It does not come back."""
         live = self.control.words[layout.D_STATUS] == layout.STATUS_LIVE
+        if self.stream is not None and self.stream.sender.broken is not None:
+            return True
         return not live or self.forked or bool(self.watcher.gone)
 
     def _go_away(self) -> None:

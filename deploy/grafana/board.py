@@ -40,7 +40,10 @@ class Board:
         h: int = 8,
         **options: Any,
     ) -> None:
-        """A panel. targets: (expression, legend). options: ``stack``, ``max``, ``steps`` of thresholds."""
+        """A panel. targets: (expression, legend; of a table the name of its column).
+
+        options: ``stack``, ``max``, ``steps`` of thresholds.
+        """
         custom: Json = {}
         if kind == "timeseries":
             custom = {
@@ -68,13 +71,17 @@ class Board:
                     "expr": expression,
                     "legendFormat": legend,
                     "datasource": DATASOURCE,
-                    "range": kind == "timeseries",
-                    "instant": kind != "timeseries",
+                    # A stat draws its line from the range.
+                    "range": kind in ("timeseries", "stat"),
+                    "instant": kind not in ("timeseries", "stat"),
                 }
+                | ({"format": "table"} if kind == "table" else {})
                 for index, (expression, legend) in enumerate(targets)
             ],
             "options": _options(kind),
         }
+        if kind == "table":
+            made["transformations"] = _one_table([legend for _, legend in targets])
         self._add(made, w, h)
 
     def _wrap(self) -> None:
@@ -128,6 +135,18 @@ def _options(kind: str) -> Json:
     if kind == "table":
         return {"showHeader": True}
     return {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "value", "graphMode": "area"}
+
+
+def _one_table(columns: Sequence[str]) -> list[Json]:
+    """Joins the targets of a table into one row for equal labels, and names the columns of values."""
+    names = {f"Value #{chr(65 + index)}": name for index, name in enumerate(columns)}
+    if len(columns) == 1:
+        names = {"Value": columns[0]}
+    hidden = dict.fromkeys(("Time", "__name__", "job"), True)
+    return [
+        {"id": "merge", "options": {}},
+        {"id": "organize", "options": {"excludeByName": hidden, "indexByName": {}, "renameByName": names}},
+    ]
 
 
 def _variable(name: str, metric: str, matchers: str = "") -> Json:

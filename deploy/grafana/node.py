@@ -128,10 +128,10 @@ def node() -> Board:
     board.panel(
         "timeseries",
         "Shared memory of sessions",
-        "By purpose; the line is the budget.",
+        "By purpose; the gauge above has it as a share of the budget.",
         "bytes",
         (f"sum by (purpose) (stagecache_memory_bytes{{{NODE}}})", "{{purpose}}"),
-        (f"sum(stagecache_budget_bytes{{{NODE}}})", "budget"),
+        stack=True,
     )
     board.panel(
         "timeseries",
@@ -147,6 +147,44 @@ def node() -> Board:
         "Resident memory; shared are the pools and other segments.",
         "bytes",
         (f"sum by (kind) (stagecache_daemon_memory_bytes{{{NODE}}})", "{{kind}}"),
+    )
+    board.row("Shared blocks")
+
+    def asked(result: str = "") -> str:
+        return rate("stagecache_index_lookup_hashes_total", NODE, more=f'result="{result}"' if result else "")
+
+    board.panel(
+        "timeseries",
+        "Blocks",
+        "Held ones are leased, read or being copied; cached ones may be evicted.",
+        "short",
+        (f"sum by (state) (stagecache_index_blocks{{{NODE}}})", "{{state}}"),
+        (f"sum(stagecache_index_leases{{{NODE}}})", "leases"),
+        stack=True,
+    )
+    board.panel(
+        "timeseries",
+        "Hit ratio",
+        "Of the block hashes that schedulers and tools asked for.",
+        "percentunit",
+        (f"{asked('hit')} / {asked()}", "hit"),
+        max=1,
+    )
+    board.panel(
+        "timeseries",
+        "Blocks in, out and gone",
+        "Blocks a second: published, taken by sessions, evicted.",
+        "ops",
+        (rate("stagecache_index_published_blocks_total", NODE, "outcome"), "published: {{outcome}}"),
+        (rate("stagecache_index_filled_blocks_total", NODE), "filled"),
+        (rate("stagecache_index_evictions_total", NODE, "cause"), "evicted: {{cause}}"),
+    )
+    board.panel(
+        "timeseries",
+        "Shared memory of the index",
+        "What namespaces take, and the budget.",
+        "bytes",
+        (f"sum by (which) (stagecache_index_bytes{{{NODE}}})", "{{which}}"),
     )
     board.row("Daemon")
     board.panel(
@@ -195,11 +233,19 @@ def node() -> Board:
     board.panel(
         "table",
         "Sessions",
-        "Who is attached, and what runs.",
+        "Who is attached.",
         "none",
-        (f"stagecache_session_info{{{NODE}}}", ""),
-        (f"stagecache_build_info{{{NODE}}}", ""),
+        (f"stagecache_session_info{{{NODE}}}", "attached"),
         w=24,
         h=7,
+    )
+    board.panel(
+        "table",
+        "Daemons",
+        "Which release runs where.",
+        "none",
+        (f"stagecache_build_info{{{NODE}}}", "runs"),
+        w=24,
+        h=4,
     )
     return board

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from board import BAD, NODE, STAGE, STAGES, Board, rate
 
+NO_REASON = 'label_replace(vector(0), "reason", "none", "", "")'
+"""A zero where no reason has counted anything, so that the panel does not look broken."""
+
 
 def reliability() -> Board:
     """What goes wrong, and how often."""
@@ -160,7 +163,7 @@ def reliability() -> Board:
         "Refused calls",
         "gRPC calls a second that were refused, by reason.",
         "ops",
-        (rate("stagecache_rpc_refused_total", NODE, "reason") + " > 0", "{{reason}}"),
+        (f"({rate('stagecache_rpc_refused_total', NODE, 'reason')} > 0) or on() {NO_REASON}", "{{reason}}"),
     )
     board.panel(
         "timeseries",
@@ -182,7 +185,7 @@ def reliability() -> Board:
         "Slots mirrored",
         "Token slots of each session.",
         "short",
-        (f"stagecache_slots{{{STAGE}}}", ""),
+        (f"stagecache_slots{{{STAGE}}}", "slots"),
         w=24,
         h=6,
     )

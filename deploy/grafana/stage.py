@@ -184,8 +184,8 @@ def stage() -> Board:
         "Keys",
         "Bytes of a row, and whether the key's memory is locked.",
         "none",
-        (f"stagecache_key_row_bytes{{{STAGE}}}", ""),
-        (f"stagecache_key_locked{{{STAGE}}}", ""),
+        (f"stagecache_key_row_bytes{{{STAGE}}}", "bytes a row"),
+        (f"stagecache_key_locked{{{STAGE}}}", "locked"),
     )
     board.row("Arena and device")
     board.panel(
@@ -225,6 +225,13 @@ def stage() -> Board:
         "Bytes of deferred rows that wait for their flush.",
         "bytes",
         (f"sum(stagecache_deferred_bytes{{{STAGE}}})", "waiting"),
+    )
+    board.panel(
+        "timeseries",
+        "Memory for copies from the device",
+        "Host memory that workers pinned, or could not pin: copies into it are slower then.",
+        "bytes",
+        (f"sum by (state) (stagecache_copy_memory_bytes{{{STAGE}}})", "{{state}}"),
     )
     board.panel(
         "timeseries",

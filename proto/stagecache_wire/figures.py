@@ -85,6 +85,10 @@ class Worker(IntEnum):
     LEASES = 58
     OLDEST_LEASE_AT = 59
     """time.monotonic_ns() at which the oldest lease began; 0 where there is none."""
+    PINNED_BYTES = 60
+    """Host memory that the worker pinned for copies from its device: staging pages, arena, its own."""
+    UNPINNED_BYTES = 61
+    """The same that could not be pinned; both 0 where outputs are in host memory."""
     PHASE_BUCKETS = 64
     """``BUCKETS`` words for each of ``PHASES``: steps by their nanoseconds."""
 

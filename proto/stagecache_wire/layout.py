@@ -81,7 +81,7 @@ D_SCATTERED_BYTES = D_BASE + 20
 D_GATHERED_BYTES = D_BASE + 21
 D_BUSY_NS = D_BASE + 22
 D_ASLEEP = D_BASE + 128
-"""1: the consumer sleeps until it is rung for; 0: it looks at ``head`` by itself, every few milliseconds. A hint: a
+"""1: the consumer sleeps until it is rung for; 0: it looks at ``head`` by itself, within 20 ms. A hint: a
 worker that rings for no reason, or does not ring, costs time and nothing else."""
 
 STATUS_LIVE = 0

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import posix_ipc
 
+from stagecache_wire.doorbell import Doorbell
+
 SHM_DIRECTORY = Path("/dev/shm")
 PREFIX = "stagecache"
 MADV_POPULATE_WRITE = 23
@@ -93,17 +95,35 @@ def unlink_segment(name: str) -> None:
         posix_ipc.unlink_shared_memory(f"/{name}")
 
 
-def create_semaphore(name: str, mode: int = 0o600) -> posix_ipc.Semaphore:
-    """A new semaphore of count 0."""
-    return posix_ipc.Semaphore(f"/{name}", posix_ipc.O_CREX, mode=mode, initial_value=0)
+def create_semaphore(name: str, mode: int = 0o600) -> None:
+    """A new semaphore of count 0, to be opened by ``open_semaphore``."""
+    posix_ipc.Semaphore(f"/{name}", posix_ipc.O_CREX, mode=mode, initial_value=0).close()
 
 
-def open_semaphore(name: str) -> posix_ipc.Semaphore:
-    """Raises: FileNotFoundError: there is none of that name."""
+def open_semaphore(name: str) -> Doorbell:
+    """Its ``close`` must be called: where an object is only dropped, its page stays mapped for the life of the process.
+
+    Raises:
+        FileNotFoundError: there is none of that name.
+    """
     try:
-        return posix_ipc.Semaphore(f"/{name}")
+        return Doorbell(f"/{name}")
     except posix_ipc.ExistentialError as error:
         raise FileNotFoundError(errno.ENOENT, "semaphore is gone") from error
+
+
+def open_doorbells(first: str, second: str) -> tuple[posix_ipc.Semaphore, posix_ipc.Semaphore]:
+    """Both semaphores of a session, or neither.
+
+    Raises:
+        FileNotFoundError: one of them is gone.
+    """
+    one = open_semaphore(first)
+    try:
+        return one, open_semaphore(second)
+    except BaseException:
+        one.close()
+        raise
 
 
 def unlink_semaphore(name: str) -> None:
@@ -115,10 +135,11 @@ def unlink_semaphore(name: str) -> None:
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def prefault(segment: Segment) -> None:
+def prefault(segment: Segment, *, live: bool = False) -> None:
     """Map every page of the segment into this process now, so that no later access faults.
 
-    Falls back to touching one byte a page where the kernel is older than 5.14.
+    Falls back to touching one byte a page where the kernel is older than 5.14. live: others write to it meanwhile, so
+    it is only read there.
     """
     anchor = (ctypes.c_char * segment.size).from_buffer(segment.map)
     address = ctypes.addressof(anchor)
@@ -127,7 +148,9 @@ def prefault(segment: Segment) -> None:
             length = min(_CHUNK, segment.size - offset)
             if _libc.madvise(ctypes.c_void_p(address + offset), ctypes.c_size_t(length), MADV_POPULATE_WRITE) != 0:
                 for at in range(offset, offset + length, 4096):
-                    segment.map[at] = segment.map[at]
+                    byte = segment.map[at]
+                    if not live:
+                        segment.map[at] = byte
     finally:
         del anchor
 

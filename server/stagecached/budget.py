@@ -1,7 +1,8 @@
 """Admission: what a session costs in shared memory, and whether the node has it, before anything is allocated.
 
-Two limits hold at once: the daemon's own budget, and what /dev/shm has free. A reservation counts against both from
-the moment it is made; once its segments exist, /dev/shm itself shows them, and ``settled`` says so.
+Three limits hold at once: the daemon's own budget, what /dev/shm has free, and what the control group's memory limit
+leaves. A reservation counts against all from the moment it is made; once its segments exist, /dev/shm and the control
+group show them themselves, and ``settled`` says so.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from stagecache_wire import shm
 from stagecache_wire.geometry import Geometry, KeySchema, pool_bytes, staging_bytes, table_bytes
 from stagecache_wire.layout import PAGE, ControlLayout
 from stagecache_wire.v1 import stagecache_pb2 as pb
+from stagecached.memory_limits import CGROUP_REMEDY, CgroupRoom, cgroup_room
 from stagecached.refusal import Refusal
 
 MIB: Final = 1 << 20
@@ -101,9 +103,15 @@ class Reservation:
 class Budget:
     """The node-wide account. On the event loop only."""
 
-    def __init__(self, limit_bytes: int, free_bytes: Callable[[], int] = shm.free_bytes) -> None:
+    def __init__(
+        self,
+        limit_bytes: int,
+        free_bytes: Callable[[], int] = shm.free_bytes,
+        cgroup: Callable[[], CgroupRoom | None] = cgroup_room,
+    ) -> None:
         self.limit_bytes = limit_bytes
         self._free_bytes = free_bytes
+        self._cgroup = cgroup
         self._held: set[Reservation] = set()
 
     @property
@@ -114,7 +122,7 @@ class Budget:
         """Set parts aside for ``owner`` (a label for people), all or none; ``what`` names them in a refusal.
 
         Raises:
-            Refusal: BUDGET_EXCEEDED or SHM_FULL, with the arithmetic; nothing was set aside.
+            Refusal: BUDGET_EXCEEDED or SHM_FULL, with the arithmetic and which limit it is; nothing was set aside.
         """
         cost = sum(costs, Cost())
         room = max(self.limit_bytes - self.used_bytes, 0)
@@ -129,6 +137,16 @@ class Budget:
         unsettled = sum(held.cost.total for held in self._held if not held.is_settled)
         if cost.total > self._free_bytes() - unsettled:
             raise self.shm_full(what, cost)
+        group = self._cgroup()
+        if group is not None and cost.total > group.free_bytes - unsettled:
+            free = max(group.free_bytes - unsettled, 0)
+            raise Refusal(
+                pb.REASON_SHM_FULL,
+                f"{what} needs {cost}; the daemon's control group has a memory limit of {mib(group.limit_bytes)} MiB, "
+                f"of which {mib(free)} are free: the kernel would kill the daemon.",
+                CGROUP_REMEDY,
+                self._facts(cost) | {"cgroup_limit_bytes": group.limit_bytes, "cgroup_free_bytes": free},
+            )
         return [self._hold(owner, part) for part in costs]
 
     def shm_full(self, what: str, cost: Cost) -> Refusal:

@@ -51,6 +51,7 @@ _EPILOG: Final = f"""\
 examples:
   stagecached --socket /run/stagecache/stagecached.sock
   stagecached --socket /tmp/sc/d.sock --memory-budget 12GiB --log-format json
+  stagecached --socket /tmp/sc/d.sock --shared-bytes 4GiB --shared-namespaces 2
   STAGECACHED_MEMORY_BUDGET=50% stagecached --config /etc/stagecache/stagecached.toml
 
 Each setting may come from a flag, from the variable STAGECACHED_<NAME>, or from the TOML file (memory_budget =
@@ -59,6 +60,7 @@ Each setting may come from a flag, from the variable STAGECACHED_<NAME>, or from
 signals:
   SIGTERM, SIGINT   drain, end the sessions, give all shared memory back
   SIGUSR1           drain and stop, but keep the sessions: the next daemon on this socket adopts them
+  SIGUSR2           collect garbage and log the memory that is left: is it held, or only not yet given back?
 """
 
 
@@ -216,7 +218,7 @@ class _FileSource(PydanticBaseSettingsSource):
                 return tomllib.load(file)
         except OSError as error:
             raise ConfigError(f"config {path} cannot be read: {error.strerror}. Fix --config or its mode.") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"config {path} is no TOML: {error}") from error
 
 

@@ -6,8 +6,8 @@ two of them; the next one starts at ``consumed`` + 1 and does the record again, 
     every effect of the record, then its results, then ``consumed`` (one aligned 8-byte store), then the doorbell
 
 Waking a thread costs the one who rings. So after a record the consumer stays *warm* for a while: it looks at ``head``
-by itself every few milliseconds, and the worker rings only for what cannot wait so long. Then it falls *asleep*, says
-so in a word of its own, and is rung for again.
+by itself (pace.py), and the worker rings only for what cannot wait so long. Then it falls *asleep*, says so in a word
+of its own, and is rung for again.
 
 ``_point`` stands between any two shared stores. Here it does nothing; the crash tests kill the process in it.
 """
@@ -32,17 +32,13 @@ from stagecache_wire.results import Result
 from stagecached import lookup as lookup_module
 from stagecached.keystore import KeyStore, Span
 from stagecached.metrics.record_figures import RecordFigures
+from stagecached.pace import WARM_S, Pace
 from stagecached.segments import SessionSegments
 from stagecached.sharing import BlockSharing
 from stagecached.validate import REASON_SESSION_FAILED, check_record, read_entry
 
 IDLE_SLICE_S: Final = 0.2
 """Longest wait for the doorbell before the log is read again: a count in a semaphore is no truth."""
-WARM_S: Final = 0.1
-"""How long after a record the consumer looks by itself."""
-FIRST_LOOK_S: Final = 0.001
-LONGEST_LOOK_S: Final = 0.004
-"""Waits between two looks of a warm consumer: each twice the one before it, from the first to the longest."""
 
 
 class Consumer:
@@ -132,7 +128,7 @@ class Consumer:
 
     def _run(self) -> None:
         _never_preempt()
-        seen, warm_until, look_s = -1, 0.0, FIRST_LOOK_S
+        pace: Pace | None = None
         while True:
             self._drain()
             if self.failure is not None:
@@ -141,14 +137,20 @@ class Consumer:
             stop_at = self._stop_at
             if stop_at is not None and (self._segments.head == consumed or now >= stop_at):
                 return
-            if consumed != seen:
-                warm_until = now + self.warm_s if seen >= 0 else now
-                seen, look_s = consumed, FIRST_LOOK_S
-            if now < warm_until:
-                self._listen(look_s)
-                look_s = min(2 * look_s, LONGEST_LOOK_S)
-            else:
+            if pace is None:
+                pace = Pace(consumed, self.warm_s)
+            pace.done(consumed, self._published_at(consumed, now), now)
+            wait_s = pace.next_look(now)
+            if wait_s is None:
                 self._sleep()
+            else:
+                self._awake()
+                self._listen(wait_s)
+
+    def _published_at(self, sequence: int, now: float) -> float:
+        """time.monotonic() at which the worker published a record; ``now`` where that cannot be."""
+        published = self.figures.published(sequence) / 1e9 if sequence else 0.0
+        return published if now - 1.0 < published <= now else now
 
     def _listen(self, slice_s: float) -> None:
         with contextlib.suppress(posix_ipc.BusyError):
@@ -164,6 +166,11 @@ class Consumer:
         if self._segments.head == self._segments.consumed:
             self._listen(IDLE_SLICE_S)
         if self._segments.head != self._segments.consumed:
+            self._awake()
+
+    def _awake(self) -> None:
+        """Records are to be done, or were: nobody need ring."""
+        if self._words[layout.D_ASLEEP]:
             self._words[layout.D_ASLEEP] = 0
             self._point("after_awake")
 

@@ -9,7 +9,7 @@ checked against the geometry before they get here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from stagecache_wire import presence, shm
 from stagecache_wire.geometry import Geometry, KeySchema, page_stride, pool_bytes, staging_bytes, table_bytes
 from stagecache_wire.names import SessionNames
+
+PIECE: Final = 1 << 14
+"""Slots that are looked at together where a whole table is counted: 128 KiB of words."""
 
 Slots: TypeAlias = NDArray[np.int64]
 Words: TypeAlias = NDArray[np.uint64]
@@ -163,8 +166,7 @@ class KeyStore:
 
     def present_slots(self, slot_words: Words, epoch_sequence: int) -> int:
         """How many slots of the whole pool are PRESENT."""
-        found, _ = classify(slot_words, self.claims, epoch_sequence)
-        return len(slot_words) - found.unknown - found.absent - found.pending
+        return count(slot_words, self.claims, epoch_sequence)[0]
 
 
 def classify(slot_words: Words, claims: Words, epoch_sequence: int) -> tuple[Gathered, NDArray[np.bool_] | None]:
@@ -190,6 +192,18 @@ def classify(slot_words: Words, claims: Words, epoch_sequence: int) -> tuple[Gat
     pending = rows - n_unknown - n_absent - n_present
     unreadable = _range(~present & ~absent)
     return Gathered(n_unknown, n_absent, pending, *unreadable, *_range(absent)), present
+
+
+def count(slot_words: Words, claims: Words, epoch_sequence: int) -> tuple[int, int, int, int]:
+    """PRESENT, ABSENT, PENDING and UNKNOWN rows of whole tables. In pieces: temporaries as long as a large pool's table
+    would stay in the allocator's arenas, one for each thread that ever counted.
+    """
+    absent = pending = unknown = 0
+    rows = len(slot_words)
+    for start in range(0, rows, PIECE):
+        found, _ = classify(slot_words[start : start + PIECE], claims[start : start + PIECE], epoch_sequence)
+        absent, pending, unknown = absent + found.absent, pending + found.pending, unknown + found.unknown
+    return rows - absent - pending - unknown, absent, pending, unknown
 
 
 def _range(mask: NDArray[np.bool_]) -> tuple[int, int]:
@@ -226,11 +240,14 @@ def adopt_key(names: SessionNames, key_id: int, schema: KeySchema, geometry: Geo
 
     Raises:
         FileNotFoundError: one of them is gone.
-        ValueError: one of them is smaller than the geometry says.
+        ValueError: one of them is not as long as the geometry says.
     """
     segments = {
         "staging": shm.open_segment(names.staging(key_id)),
         "pool": shm.open_segment(names.pool(key_id)),
         "table": shm.open_segment(names.table(key_id)),
     }
+    wanted = (staging_bytes(geometry, schema.row_bytes), pool_bytes(geometry, schema.row_bytes), table_bytes(geometry))
+    if tuple(segment.size for segment in segments.values()) != wanted:
+        raise ValueError("a segment is not as long as its key says")
     return KeyStore(key_id, schema, geometry, segments)

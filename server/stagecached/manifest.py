@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from stagecache_wire.geometry import Geometry, KeySchema
+from stagecache_wire.records import KEY_MASK
 from stagecached.files import write_atomically
 
 VERSION: Final = 1
@@ -23,7 +24,7 @@ class KeyEntry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    key_id: int = Field(ge=0)
+    key_id: int = Field(ge=0, le=KEY_MASK)
     name: str
     dtype: str
     row_shape: tuple[int, ...]
@@ -80,15 +81,28 @@ class Manifest(BaseModel):
     session_id: str = Field(pattern="^[0-9a-f]{16}$")
     model: str
     stage: str
-    rank: int
-    pid: int
+    rank: int = Field(ge=-(1 << 31), lt=1 << 31)
+    pid: int = Field(ge=-(1 << 63), lt=1 << 63)
     geometry: GeometryEntry
     keys: list[KeyEntry] = []
-    next_key_id: int = 0
-    attached_unix_s: float
+    next_key_id: int = Field(default=0, ge=0, le=KEY_MASK + 1)
+    attached_unix_s: float = Field(allow_inf_nan=False)
     engine: str = ""
     namespace: str = Field(default="", pattern="^([0-9a-f]{64})?$")
     """Digest of the namespace of shared blocks that it has joined, as hex digits; empty: none."""
+
+    @model_validator(mode="after")
+    def _keys_are_told_apart(self) -> Manifest:
+        ids = [key.key_id for key in self.keys]
+        if len(set(ids)) != len(ids):  # A name may be: of a key that was closed just before the kill, and of the next.
+            raise ValueError("a key id is listed twice")
+        if self.keys and self.next_key_id <= max(ids):
+            raise ValueError(f"the next key would get the id {self.next_key_id}, and {max(ids)} is given")
+        return self
+
+
+class NotDurableError(RuntimeError):
+    """A manifest cannot be written: the run directory is full, or gone."""
 
 
 class ManifestError(ValueError):
@@ -105,7 +119,14 @@ class ManifestStore:
         return self._directory / f"{session_id}.json"
 
     def save(self, manifest: Manifest) -> None:
-        write_atomically(self._path(manifest.session_id), manifest.model_dump_json(indent=1))
+        """
+        Raises:
+            NotDurableError: it cannot be written; the one of before stands.
+        """
+        try:
+            write_atomically(self._path(manifest.session_id), manifest.model_dump_json(indent=1))
+        except OSError as error:
+            raise NotDurableError(f"{self._directory} cannot be written: {error.strerror}") from error
 
     def remove(self, session_id: str) -> None:
         self._path(session_id).unlink(missing_ok=True)

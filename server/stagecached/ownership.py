@@ -106,9 +106,11 @@ def _make_directory(path: Path, access: Access, *, ours: bool) -> None:
 
 
 def _write_holder(path: Path, paths: RunPaths) -> None:
-    path.write_text(
-        json.dumps({"pid": os.getpid(), "started_unix_s": int(time.time()), "directory": str(paths.directory)})
-    )
+    """For people; so a full /dev/shm does not keep a daemon from its sessions."""
+    with contextlib.suppress(OSError):
+        path.write_text(
+            json.dumps({"pid": os.getpid(), "started_unix_s": int(time.time()), "directory": str(paths.directory)})
+        )
 
 
 def _holder(path: Path) -> str:

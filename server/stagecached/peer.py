@@ -165,14 +165,16 @@ class PeerServer:
         return question
 
     def _answer(self, question: dict[str, Any], connection: Any) -> dict[str, object]:
-        abi, role = question.get("abi"), question.get("role")
+        abi, role, pid = _number(question.get("abi")), question.get("role"), _number(question.get("pid"))
         if abi != ABI:
             raise abi_mismatch(abi)
         if not isinstance(role, str) or role not in auth.ROLES:
             raise Refusal(
                 pb.REASON_UNAUTHENTICATED, f"the handshake names no role out of {', '.join(sorted(auth.ROLES))}."
             )
-        session_id, token = str(question.get("session_id") or ""), str(question.get("token") or "")
+        session_id, token = question.get("session_id") or "", question.get("token") or ""
+        if not (isinstance(session_id, str) and isinstance(token, str) and token.isascii()):
+            raise Refusal(pb.REASON_UNAUTHENTICATED, "session_id and token of the handshake are no plain texts.")
         known = bool(session_id)
         if known and not self._tokens.is_good(role, session_id, token):
             raise Refusal(pb.REASON_UNAUTHENTICATED, "the token does not belong to that session and role.")
@@ -183,13 +185,18 @@ class PeerServer:
         if registry is not None:
             register = registry.associate if known else registry.issue
             lock = register(session_id, peer_pidfd(connection))
-        log.info("handshake", session=session_id, role=role, pid=question.get("pid"), known=known)
+        log.info("handshake", session=session_id, role=role, pid=pid, known=known)
         return {
             "session_id": session_id,
             "token": self._tokens.issue(role, session_id),
             "boot_id": self._boot_id,
             "worker_lock": None if lock is None else os.fspath(lock),
         }
+
+
+def _number(value: object) -> int | None:
+    """A whole number that a word holds; None for anything else: it goes into texts and logs, whoever sent it."""
+    return value if type(value) is int and 0 <= value < 1 << 64 else None
 
 
 def abi_mismatch(found: object) -> Refusal:

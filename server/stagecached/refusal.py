@@ -73,6 +73,15 @@ def internal() -> Refusal:
     return Refusal(pb.REASON_INTERNAL, "the daemon met an unexpected error.", "Its log has the details.")
 
 
+def not_durable(what: str, why: object) -> Refusal:
+    """What a caller is told where the run directory cannot be written: what is not noted would not be adopted."""
+    return Refusal(
+        pb.REASON_INTERNAL,
+        f"{what} cannot be noted for the next daemon: {why}.",
+        "Give the run directory's file system room (df), and see that the directory is there; then try again.",
+    )
+
+
 async def abort(context: Any, refusal: Refusal) -> NoReturn:
     """End the call of a ``grpc.aio.ServicerContext`` with the refusal's status and its Error as trailing metadata."""
     await context.abort(
@@ -84,6 +93,6 @@ async def abort(context: Any, refusal: Refusal) -> NoReturn:
 
 
 def _cut(text: str, limit: int) -> str:
-    """The text in at most ``limit`` bytes."""
-    raw = text.encode()
-    return text if len(raw) <= limit else raw[: limit - 3].decode(errors="ignore") + "..."
+    """The text in at most ``limit`` bytes of UTF-8, whatever a caller put into it."""
+    raw = text.encode(errors="backslashreplace")
+    return raw.decode() if len(raw) <= limit else raw[: limit - 3].decode(errors="ignore") + "..."

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from stagecache_wire import layout, shm
 from stagecache_wire.geometry import Geometry, KeySchema, key_bytes, table_bytes
 from stagecache_wire.layout import ControlLayout
 from stagecache_wire.names import SessionNames
+from stagecached import memory_limits
+from stagecached.budget import mib
 from stagecached.keystore import KeyStore, adopt_key, create_key
 from stagecached.shared.membership import Membership
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being prefaulted, bytes done and bytes in all."""
+
+log = structlog.get_logger()
 
 
 class AdoptError(RuntimeError):
@@ -55,8 +60,7 @@ class SessionSegments:
         self.locked = False
         self._parts = [control, arena, slots]
         self._mode = mode
-        self.daemon_doorbell = shm.open_semaphore(names.daemon_doorbell)
-        self.worker_doorbell = shm.open_semaphore(names.worker_doorbell)
+        self.daemon_doorbell, self.worker_doorbell = shm.open_doorbells(names.daemon_doorbell, names.worker_doorbell)
 
     @classmethod
     def create(
@@ -110,23 +114,33 @@ class SessionSegments:
         """Map what an earlier daemon made, and check it. The log is not touched.
 
         Raises:
-            AdoptError: a segment is gone, too small, of another ABI or of another geometry.
+            AdoptError: a segment is gone, of another length, of another ABI or of another geometry.
         """
         try:
             parts = [shm.open_segment(name) for name in (names.control, names.arena, names.slots)]
             needed = (ControlLayout.of(geometry).total_bytes, geometry.arena_bytes, table_bytes(geometry))
-            if any(part.size < size for part, size in zip(parts, needed, strict=True)):
-                raise AdoptError("a segment is smaller than its geometry says")
+            if any(part.size != size for part, size in zip(parts, needed, strict=True)):
+                raise AdoptError("a segment is not as long as its geometry says")
             session = cls(names, geometry, *parts, mode=mode)
-            for word, value in layout.header_words(names.session_id, geometry):
-                if session.words[word] != value:
-                    raise AdoptError(f"header word {word} is {session.words[word]}, expected {value}")
-            for key_id, schema in keys.items():
-                session.keys[key_id] = adopt_key(names, key_id, schema, geometry)
         except (FileNotFoundError, ValueError) as error:
             raise AdoptError(f"a segment cannot be mapped: {error}") from error
+        try:
+            session._adopt_parts(keys)
+        except BaseException:
+            session.close()
+            raise
         session.words[layout.D_BOOT_ID] = boot_id
         return session
+
+    def _adopt_parts(self, keys: dict[int, KeySchema]) -> None:
+        for word, value in layout.header_words(self.names.session_id, self.geometry):
+            if self.words[word] != value:
+                raise AdoptError(f"header word {word} is {self.words[word]}, expected {value}")
+        for key_id, schema in keys.items():
+            try:
+                self.keys[key_id] = adopt_key(self.names, key_id, schema, self.geometry)
+            except (FileNotFoundError, ValueError) as error:
+                raise AdoptError(f"a segment of key {key_id} cannot be used: {error}") from error
 
     def _prefault(self, segments: list[shm.Segment], progress: Progress | None) -> None:
         total = sum(segment.size for segment in segments)
@@ -176,9 +190,35 @@ class SessionSegments:
         """
         store = create_key(self.names, key_id, schema, self.geometry, self._mode)
         self._prefault(store.segments(), progress)
-        store.locked = all(shm.lock_memory(segment) for segment in store.segments())
+        self._lock(store)
         self.keys[key_id] = store
         return store
+
+    def pin(self) -> None:
+        """After an adoption: map every page again, so that no record faults, and lock the keys where that is allowed.
+
+        The consumer works meanwhile, and keys may come and go.
+        """
+        for part in list(self._parts):
+            shm.prefault(part, live=True)
+        for store in list(self.keys.values()):
+            for segment in store.segments():
+                shm.prefault(segment, live=True)
+            self._lock(store)
+
+    def _lock(self, store: KeyStore) -> None:
+        store.locked = all(shm.lock_memory(segment) for segment in store.segments())
+        if not store.locked:
+            room = memory_limits.memlock_room()
+            (log.warning if room.swap else log.info)(
+                "key is not locked in memory",
+                session=self.names.session_id,
+                key=store.schema.name,
+                needed_mib=mib(key_bytes(self.geometry, store.row_bytes)),
+                rlimit_memlock_mib=mib(room.limit_bytes),
+                locked_mib=mib(room.locked_bytes),
+                remedy=memory_limits.MEMLOCK_REMEDY,
+            )
 
     def close_key(self, key_id: int) -> None:
         """Unlink a key and let go of it. No error where it is gone already: the record that asks may be done twice."""

@@ -14,8 +14,8 @@ from stagecached.background import Background, progress_of
 from stagecached.budget import Budget, key_cost
 from stagecached.keymemory import KeyMemory
 from stagecached.keystore import KeyStore
-from stagecached.manifest import KeyEntry, ManifestStore
-from stagecached.refusal import Refusal
+from stagecached.manifest import KeyEntry, ManifestStore, NotDurableError
+from stagecached.refusal import Refusal, not_durable
 from stagecached.session import Session
 
 log = structlog.get_logger()
@@ -54,7 +54,10 @@ class SessionKeys:
         if reservation is not None:
             reservation.release()
         session.manifest.keys = [key for key in session.manifest.keys if key.key_id != key_id]
-        self._manifests.save(session.manifest)
+        try:
+            self._manifests.save(session.manifest)
+        except NotDurableError as error:  # A key of which a part is gone counts as closed.
+            log.warning("key is closed, and not noted", session=session.session_id, key_id=key_id, why=str(error))
         log.info("key closed", session=session.session_id, key_id=key_id)
 
     async def _open(self, session: Session, schema: KeySchema) -> KeyStore:
@@ -109,8 +112,15 @@ class SessionKeys:
                 raise self._budget.shm_full(what, cost) from error
             raise
         reservation.settled()
-        session.key_reservations[key_id] = reservation
-        manifest.keys = [*manifest.keys, KeyEntry.of(key_id, schema)]
+        noted = manifest.keys
+        manifest.keys = [*noted, KeyEntry.of(key_id, schema)]
         manifest.next_key_id = key_id + 1
-        self._manifests.save(manifest)
+        try:
+            self._manifests.save(manifest)
+        except NotDurableError as error:
+            manifest.keys = noted
+            session.segments.close_key(key_id)
+            reservation.release()
+            raise not_durable(what, error) from error
+        session.key_reservations[key_id] = reservation
         return store

@@ -35,8 +35,8 @@ from stagecached.consumer import Consumer
 from stagecached.keymemory import KeyMemory
 from stagecached.keystore import KeyStore
 from stagecached.liveness import Liveness
-from stagecached.manifest import Manifest, ManifestStore
-from stagecached.refusal import Refusal
+from stagecached.manifest import Manifest, ManifestStore, NotDurableError
+from stagecached.refusal import Refusal, not_durable
 from stagecached.segments import SessionSegments
 from stagecached.session import AttachSpec, Session, State, label_of, unknown_session
 from stagecached.session_keys import SessionKeys
@@ -268,6 +268,8 @@ class SessionManager:
                 reservation.release()
             cost = sum((reservation.cost for reservation in reservations), Cost())
             raise self.budget.shm_full(f"attach of {spec.label}", cost) from error
+        except NotDurableError as error:
+            raise not_durable(f"attach of {spec.label}", error) from error
 
     def adopt(self, manifest: Manifest, segments: SessionSegments) -> Session:
         """Go on with a session of an earlier daemon: segments mapped and checked, manifest true, worker alive."""
@@ -282,7 +284,13 @@ class SessionManager:
         )
         self.expect(manifest.session_id)
         self._expected.pop(manifest.session_id)
+        self.background.keep(self._pin(session))
         return session
+
+    async def _pin(self, session: Session) -> None:
+        """Fault and lock an adopted session's memory, beside its consumer: large pools take seconds."""
+        with session.in_use():
+            await self.background.in_thread(session.segments.pin)
 
     def _start(
         self,

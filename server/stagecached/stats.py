@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from stagecache_wire import layout, messages
+from stagecache_wire.figures import Worker
 from stagecache_wire.v1 import stagecache_pb2 as pb
 from stagecached.keystore import KeyStore
 from stagecached.session import Session
@@ -49,6 +50,8 @@ def session_stats(session: Session) -> pb.SessionStats:
         unknown_rows=words[layout.D_UNKNOWN_ROWS],
         adopted=session.adopted,
         attached_unix_s=manifest.attached_unix_s,
+        pinned_bytes=words[layout.W_FIGURES + Worker.PINNED_BYTES],
+        unpinned_bytes=words[layout.W_FIGURES + Worker.UNPINNED_BYTES],
         engine=manifest.engine,
         namespace_id="" if segments.shared is None else manifest.namespace,
         generation=words[layout.D_SHARED_GENERATION],

@@ -6,12 +6,14 @@ The process imports the daemon once and forks: so a daemon is back in tens of mi
 hundreds of deaths. The line holds
 
     socket, log    paths
-    plan           what becomes of each daemon: {"point": NAME, "visit": N} or {"after_s": SECONDS}
+    plan           what becomes of each daemon: {"point": NAME, "visit": N}, {"after_s": SECONDS} from its start, or
+                   {"serving_s": SECONDS} from when it answers
     hold_s         longest pause between a death and the next start, drawn anew each time: the worker runs ahead in it
     seed, mutant   of the pauses; name of a consumer out of tests.crash.mutant_consumers, or ""
 
-Events go to stdout, one JSON line each: ``killing`` (with the visits of each point so far), ``died``, ``planned`` when
-the last planned death has happened and a daemon without plan was started, ``visits`` when that one was stopped.
+Events go to stdout, one JSON line each: ``serving`` when a daemon answers, ``killing`` (with the visits of each point
+so far), ``died``, ``planned`` when the last planned death has happened and a daemon without plan was started,
+``visits`` when that one was stopped.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ import os
 import random
 import select
 import signal
+import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from stagecached import config, daemon, logs
@@ -48,6 +53,7 @@ def become_daemon(setup: dict[str, Any], item: dict[str, Any]) -> None:
         plan = Plan(item.get("point", ""), item.get("visit", 0), report)
         base = CONSUMERS[setup["mutant"]] if setup["mutant"] else Consumer
         tear_stores(plan)
+        when_it_serves(report, item.get("serving_s"))
         arguments = ["--socket", setup["socket"], "--memory-budget", "1GiB", "--shared-bytes", "1MiB"]
         settings = config.load([*arguments, "--log-level", "warning"])
         logs.configure(settings.log_format, settings.log_level)
@@ -59,6 +65,26 @@ def become_daemon(setup: dict[str, Any], item: dict[str, Any]) -> None:
         raise
     finally:
         os._exit(status)
+
+
+def when_it_serves(report: Callable[[dict[str, Any]], None], die_after_s: float | None) -> None:
+    """``serving`` comes when the daemon answers, with the time by time.monotonic() and the seconds in which this
+    process was ready to run and others had the CPU; so many seconds later it dies.
+    """
+    serve = daemon.Daemon._serve
+
+    def waited_s() -> float:
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+
+    async def told(self: daemon.Daemon) -> None:
+        await serve(self)
+        report({"event": "serving", "at": time.monotonic(), "waited_s": waited_s()})
+        if die_after_s is not None:
+            timer = threading.Timer(die_after_s, os.kill, (os.getpid(), signal.SIGKILL))
+            timer.daemon = True
+            timer.start()
+
+    daemon.Daemon._serve = told  # type: ignore[method-assign]
 
 
 class Keeper:
@@ -91,7 +117,8 @@ class Keeper:
             os.close(pidfd)
         _, status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        self.report({"event": "died", "item": index, "code": code, "lived_s": round(time.monotonic() - started, 4)})
+        now = time.monotonic()
+        self.report({"event": "died", "item": index, "code": code, "lived_s": round(now - started, 4), "at": now})
         if not self.stop_asked:
             self.listen([], self.rng.uniform(0, self.setup["hold_s"]))
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from stagecache_wire.names import RunPaths
+from stagecache_wire.shm import PREFIX, SHM_DIRECTORY
 from tests.crash.load import Load, WrongError
 from tests.crash.mutants import Mutant
 from tests.crash.supervisor import Supervisor
@@ -26,6 +28,11 @@ class Report:
     records: int = 0
     took_s: float = 0.0
     wrong: str = ""
+    back_s: list[float] = field(default_factory=list)
+    back_own_s: list[float] = field(default_factory=list)
+    """From each death until the next daemon answered; ``own``: on a CPU that nobody else wants."""
+    shm: list[tuple[int, int]] = field(default_factory=list)
+    """Files and bytes of the node in /dev/shm, after each step."""
     kills: dict[str, int] = field(default_factory=dict)
     visits: dict[str, int] = field(default_factory=dict)
 
@@ -36,6 +43,18 @@ def kill_plan(points: Sequence[str], times: int, seed: int, *, farthest: int = 4
     plan = [{"point": point, "visit": rng.randint(1, farthest)} for point in points for _ in range(times)]
     rng.shuffle(plan)
     return plan
+
+
+def in_shared_memory(socket: Path) -> tuple[int, int]:
+    """Files and bytes of a daemon and its sessions."""
+    files = size = 0
+    for path in SHM_DIRECTORY.glob(f"*{PREFIX}.{RunPaths.of(socket).node}.*"):
+        try:
+            size += path.stat().st_blocks * 512
+            files += 1
+        except FileNotFoundError:
+            continue
+    return files, size
 
 
 def crash_run(
@@ -76,6 +95,7 @@ def crash_run(
                 for each in loads:
                     each.run_step()
                 after -= keeper.planned
+                report.shm.append(in_shared_memory(keeper.socket))
                 keeper.check()
                 if time.monotonic() - started > deadline_s:
                     raise WrongError(f"not all deaths in {deadline_s:g} s, {keeper.next_death()} did not come")
@@ -87,6 +107,7 @@ def crash_run(
         report.rows = sum(each.checked_rows for each in loads)
         report.records = sum(each.cache.session.log.head for each in loads)
         report.deaths = len(keeper.deaths)
+    report.back_s, report.back_own_s = list(keeper.back_s), list(keeper.back_own_s)
     report.kills, report.visits = dict(keeper.kills), dict(keeper.visits)
     report.took_s = time.monotonic() - started
     return report

@@ -25,6 +25,8 @@ class Supervisor:
     Attributes:
         deaths: what became of each daemon, in order. kills: how often each point killed one.
         visits: how often each point was reached, in all daemons that told.
+        back_s: from each death until the next daemon answered, in seconds. back_own_s: the same, without the time in
+            which that daemon was ready to run and other processes had the CPU.
         planned: the last planned death has happened, and a daemon that stays was started.
     """
 
@@ -36,6 +38,8 @@ class Supervisor:
         self.deaths: list[dict[str, Any]] = []
         self.kills: Counter[str] = Counter()
         self.visits: Counter[str] = Counter()
+        self.back_s: list[float] = []
+        self.back_own_s: list[float] = []
         self.planned = False
         self._plan = list(plan)
         self._process = subprocess.Popen(
@@ -113,6 +117,11 @@ class Supervisor:
             event = json.loads(line)
             if event["event"] == "died":
                 self.deaths.append(event)
+            elif event["event"] == "serving":
+                if self.deaths:
+                    since = event["at"] - self.deaths[-1]["at"]
+                    self.back_s.append(since)
+                    self.back_own_s.append(since - event["waited_s"])
             elif event["event"] == "planned":
                 self.planned = True
             else:

@@ -16,6 +16,8 @@ from stagecache_wire.shm import SHM_DIRECTORY
 from tests.crash.points import NAMED, TORN
 from tests.crash.run import Report, crash_run, kill_plan
 
+BACK_WITHIN_S = 1.0
+
 SOAK = pytest.mark.soak
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(1800)]
@@ -38,17 +40,32 @@ def test_every_point_between_two_shared_stores_is_survived(tmp_path: Path, kills
     assert {point: report.kills.get(point, 0) for point in points} == dict.fromkeys(points, kills)
     assert report.rows > 1000
     assert left_in_shared_memory(tmp_path) == []
+    assert_service_is_back(report)
 
 
 @pytest.mark.parametrize("kills", [100, pytest.param(1000, marks=SOAK)])
 def test_deaths_at_random_moments_are_survived_by_two_workers(tmp_path: Path, kills: int) -> None:
+    """Half of them counted from the daemon's start, so also in the middle of it; half from when it answers."""
     rng = Random(kills)
-    plan = [{"after_s": rng.uniform(0.02, 0.16)} for _ in range(kills)]
+    plan = [{rng.choice(("after_s", "serving_s")): rng.uniform(0.0, 0.16)} for _ in range(kills)]
+    plan[0] = {"after_s": 0.1}  # counted from when the workers are there
     report = crash_run(tmp_path, plan, seed=kills, workers=2, deadline_s=1.5 * kills, workload={"passing_keys": False})
     assert not report.wrong, f"{told(report)}: {report.wrong}"
     assert report.deaths >= kills
     assert report.rows > 1000
     assert left_in_shared_memory(tmp_path) == []
+    assert_service_is_back(report)
+    third = len(report.shm) // 3
+    assert max(report.shm[third:]) <= max(report.shm[:third]), "/dev/shm use is flat: no key is opened or closed"
+
+
+def assert_service_is_back(report: Report) -> None:
+    """After each death, but for the time in which other processes had the CPU; after half of them without that too."""
+    back, own = sorted(report.back_s), sorted(report.back_own_s)
+    assert len(back) > report.deaths // 4, "daemons that are killed before they serve are not counted"
+    print(f"{len(back)} times back: median {back[len(back) // 2]:.3f} s, last {back[-1]:.3f} s, own {own[-1]:.3f} s")
+    assert own[-1] < BACK_WITHIN_S
+    assert back[len(back) // 2] < BACK_WITHIN_S
 
 
 def test_a_load_without_deaths_reaches_every_point(tmp_path: Path) -> None:

@@ -258,19 +258,17 @@ def late_daemon(llm: Any, out: Path) -> dict[str, Any]:
     from stagecache.shim.assemble import PromptAssembler
     from stagecache.shim.vllm import on_step
 
+    prompt = tokens(9, 140)
+    computed = recorded(lambda: generate(llm, {"computed": prompt}))["computed"]
     prompts: list[Any] = []
     errors: list[str] = []
     unsubscribe = on_step(PromptAssembler(prompts.append, lambda _, error: errors.append(type(error).__name__)))
-    judged: dict[str, Any] = {}
     with LocalDaemon(out):
         deadline = time.monotonic() + 60
-        while not judged and time.monotonic() < deadline:
-            generate(llm, {f"late{len(prompts) + len(errors)}": SHARED})
-            computed = [prompt for prompt in prompts if not prompt.from_cache]
-            if computed and prompts[-1].from_cache:
-                judged = judge(prompts[-1], computed[-1].hidden, 128)
+        while not (prompts and prompts[-1].from_cache) and time.monotonic() < deadline:
+            generate(llm, {f"late{len(prompts) + len(errors)}": prompt})
     unsubscribe()
-    return judged | {"errors": sorted(set(errors))}
+    return judge(prompts[-1], computed.hidden, 128) | {"errors": sorted(set(errors))} if prompts else {"errors": errors}
 
 
 def without_daemon(checkpoint: Path, out: Path) -> dict[str, Any]:
@@ -302,6 +300,7 @@ def without_daemon(checkpoint: Path, out: Path) -> dict[str, Any]:
     hit = generate(llm, {"hit": SHARED})["hit"]
     unsubscribe()
     late = late_daemon(llm, out)
+    generate(llm, {"again": SHARED})
     raised = ""
     try:
         recorded(lambda: generate(llm, {"raises": SHARED}))

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from stagecache.demo.checkpoint import ModelShape, write_checkpoint
 from stagecache.local_daemon import LocalDaemon
 from stagecache_wire.shm import PREFIX, SHM_DIRECTORY
+from tests.daemon_process import poll_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -36,16 +38,15 @@ def demo_environment(engine_environment: dict[str, str], directory: Path) -> dic
     return engine_environment | {"TMPDIR": str(directory), "COLUMNS": "120"}
 
 
-def children_named(pid: int, text: str) -> list[int]:
-    """Children of a process with ``text`` in their command line."""
+def descendants_named(pid: int, text: str) -> list[int]:
+    """Children of a process, and theirs, with ``text`` in their command line."""
     found = []
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         try:
             line = Path(f"/proc/{child}/cmdline").read_bytes()
+            found += [int(child)] if text.encode() in line else descendants_named(int(child), text)
         except OSError:
             continue
-        if text.encode() in line:
-            found.append(int(child))
     return found
 
 
@@ -55,7 +56,7 @@ def wait_for_attached_daemon(demo: subprocess.Popen[str], directory: Path) -> in
     while time.monotonic() < deadline and demo.poll() is None:
         logs = list(directory.glob("stagecache-demo-*/stagecached.log"))
         if logs and "session attached" in logs[0].read_text():
-            [pid] = children_named(demo.pid, "stagecached")
+            [pid] = descendants_named(demo.pid, "stagecached")
             return pid
         time.sleep(0.05)
     output = demo.communicate()[0]
@@ -137,6 +138,42 @@ def test_ctrl_c_ends_the_demo_and_its_daemon(engine_environment: dict[str, str],
     assert "Traceback" not in output
     assert wait_gone(daemon)
     assert not list(short_tmp.glob("stagecache-demo-*"))
+    assert names_of(node) == []
+
+
+def test_sigterm_ends_hidden_states_and_its_daemon_while_the_engine_starts(
+    engine_environment: dict[str, str], short_tmp: Path
+) -> None:
+    model, prompts = short_tmp / "model", short_tmp / "prompts.jsonl"
+    write_checkpoint(model, ModelShape(hidden=64))
+    prompts.write_text("[5, 6, 7]\n")
+    command = [
+        *DEMO[:3],
+        "hidden-states",
+        "--model",
+        str(model),
+        "--prompts",
+        str(prompts),
+        "--out",
+        str(short_tmp / "out"),
+    ]
+    run = subprocess.Popen(
+        command,
+        env=demo_environment(engine_environment, short_tmp),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    poll_until(lambda: list(short_tmp.glob("stagecache-*/stagecached.sock")), "the daemon to serve", 60.0)
+    [daemon] = descendants_named(run.pid, "stagecached")
+    node = node_of(daemon)
+    run.terminate()
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGTERM, output
+    assert "Traceback" not in output
+    assert wait_gone(daemon)
+    assert sorted(path.name for path in short_tmp.iterdir()) == ["model", "prompts.jsonl"]
     assert names_of(node) == []
 
 

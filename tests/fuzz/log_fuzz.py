@@ -179,12 +179,15 @@ class LogFuzz:
         start = self._position % self._ring
         if start + len(case.payload) > self._ring:
             start = self._position = 0
+        if case.over:
+            start = case.position = self._ring - case.over
         segments.control_bytes[self._payload_at + start : self._payload_at + start + len(case.payload)] = case.payload
         if words[layout.E_PAYLOAD_POSITION] == 0:
             words[layout.E_PAYLOAD_POSITION] = self._position if case.position is None else case.position
         self._position += (len(case.payload) + 7) // 8 * 8
         at = segments.layout.entry_word(sequence)
         segments.words[at : at + layout.ENTRY_WORDS] = memoryview(array("Q", words))
+        segments.words[segments.layout.entry_word(sequence + 1)] = 0  # not one of an earlier time in its place
         head = sequence + case.head
         segments.words[layout.W_HEAD] = head
         return head

@@ -36,13 +36,14 @@ EDGES_64 = (*EDGES_32, 1 << 32, (1 << 53) + 1, (1 << 61) - 1, 1 << 62, (1 << 63)
 class Case:
     """One record as it goes into the log.
 
-    head: how far ``head`` is beyond the record's sequence; 0 where it is published as it should be. done: names of the
-    mutations, in order.
+    head: how far ``head`` is beyond the record's sequence; 0 where it is published as it should be. over: where not 0,
+    the payload begins so many bytes before the ring's end, and goes on behind it. done: names of the mutations.
     """
 
     words: list[int]
     payload: bytes
     head: int = 0
+    over: int = 0
     position: int | None = None
     done: tuple[str, ...] = ()
 
@@ -221,6 +222,12 @@ def other_position(rng: Random, case: Case) -> None:
     case.position = changed(rng, 0, EDGES_64, U64)
 
 
+def over_the_end(rng: Random, case: Case) -> None:
+    """Up to 512 bytes of what stands behind the ring, the result table, would be taken for a payload."""
+    if len(case.payload) > 8:
+        case.over = max(8, len(case.payload) // 8 * 8 - rng.randrange(8, 512, 8))
+
+
 def sequence_of_another(rng: Random, case: Case) -> None:
     case.words[0] = changed(rng, case.words[0], EDGES_64, U64)
 
@@ -253,6 +260,7 @@ FORM: tuple[Callable[[Random, Case], None], ...] = (
     payload_cut,
     payload_longer,
     other_position,
+    over_the_end,
     sequence_of_another,
     head_elsewhere,
 )

@@ -2,8 +2,8 @@
 
 A row of a block says which hash it belongs to, so whoever reads a shared block can hold it against its hash.
 
-Run as ``python sharing_worker.py SOCKET ROLE``: acquires what its standard input names, prints what it holds, and lives
-until it is killed. ROLE: worker, or scheduler of engine ``e``.
+Run as ``python sharing_worker.py SOCKET ROLE MODEL``: acquires what its standard input names, prints what it holds, and
+lives until it is killed. ROLE: worker, or scheduler of engine ``e``.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def main() -> None:
     socket, role = Path(sys.argv[1]), sys.argv[2]
     if role == "worker":
         client = SharingWorker(socket)
-        assert client.join().on
+        assert client.join(model_fingerprint=sys.argv[3]).on
         rpc, ref = client.rpc, None
     else:
         credentials = handshake(socket, "scheduler", engine="e")
@@ -152,9 +152,9 @@ def main() -> None:
 class Holder:
     """Another process that holds a lease."""
 
-    def __init__(self, socket: Path, role: str, *numbers: int) -> None:
+    def __init__(self, socket: Path, role: str, *numbers: int, model: str = SCHEMA["model_fingerprint"]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.sharing_worker", str(socket), role],
+            [sys.executable, "-m", "tests.integration.sharing_worker", str(socket), role, model],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parents[2],

@@ -46,16 +46,20 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         yield process
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[DaemonProcess]:
-    """A daemon whose only namespace has few blocks."""
-    with own_daemon(tmp_path, "--shared-bytes", "16KiB") as process:
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """A daemon with room for one namespace of few blocks: a test that joins another drops the one before it."""
+    with own_daemon(tmp_path_factory.mktemp("d"), "--shared-bytes", "16KiB") as process:
         yield process
 
 
 def namespaces(daemon: DaemonProcess) -> list[pb.NamespaceStats]:
     with connect_observer(daemon.socket) as observer:
         return list(observer.stats().namespaces)
+
+
+def segments(daemon: DaemonProcess) -> list[str]:
+    return [name for name in daemon.shm_files() if ".shared." in name]
 
 
 def check_rows(daemon: DaemonProcess) -> int:
@@ -341,7 +345,7 @@ def test_ranks_of_one_engine_in_different_namespaces_get_nothing(daemon: DaemonP
 def test_leased_blocks_are_never_evicted_and_a_lookup_saves_nothing(small: DaemonProcess) -> None:
     worker = SharingWorker(small.socket)
     try:
-        capacity = worker.join().num_blocks
+        capacity = worker.join(model_fingerprint="leased").num_blocks
         for number in range(capacity):
             worker.share(number)
         assert acquire(worker.rpc, "r", 0, 1) == 2
@@ -390,13 +394,13 @@ def leases(daemon: DaemonProcess) -> int:
 def test_a_killed_daemon_loses_no_block_and_no_lease(small: DaemonProcess, role: str, dies: str) -> None:
     """The next daemon finds the blocks, holds what was held, and lets go of it with its holder: also where that one
     died while there was no daemon."""
-    worker = SharingWorker(small.socket)
+    worker, model = SharingWorker(small.socket), f"killed {role} {dies}"
     holder = None
     try:
-        capacity = worker.join().num_blocks
+        capacity = worker.join(model_fingerprint=model).num_blocks
         for number in range(capacity):
             worker.share(number)
-        holder = Holder(small.socket, role, 0, 1)
+        holder = Holder(small.socket, role, 0, 1, model=model)
         small.kill()
         if dies == "before":
             holder.kill()
@@ -422,7 +426,7 @@ def test_a_killed_daemon_loses_no_block_and_no_lease(small: DaemonProcess, role:
 def test_leases_are_claimed_again_after_a_restart(small: DaemonProcess) -> None:
     worker = SharingWorker(small.socket)
     try:
-        worker.join()
+        worker.join(model_fingerprint="claimed")
         worker.share(1, 2, 3)
         before = worker.rpc.acquire_blocks(
             pb.AcquireBlocksRequest(request_ids=["a", "b"], hashes=hashes(1, 2, 1, 3), span_blocks=[2, 2]), 5.0
@@ -453,7 +457,7 @@ def test_a_daemon_without_shared_bytes_keeps_nothing(tmp_path: Path) -> None:
             assert list(lookup(worker.rpc, 1).ends) == [pb.PREFIX_END_OFF]
             assert acquire(worker.rpc, "r", 1) == 0
             assert worker.share(1) == [pb.PUBLISH_STATE_NOT_JOINED]
-            assert not [name for name in daemon.shm_files() if ".shared." in name]
+            assert not segments(daemon)
         finally:
             worker.close()
 
@@ -469,7 +473,7 @@ def test_a_namespace_that_nobody_uses_makes_room_and_one_in_use_does_not(small: 
         first.close()
         assert second.join(model_fingerprint="new").on
         assert [stats.model_fingerprint for stats in namespaces(small)] == ["new"]
-        assert len([name for name in small.shm_files() if ".shared." in name]) == 1
+        assert len(segments(small)) == 1
     finally:
         second.close()
 
@@ -486,7 +490,7 @@ def test_a_stopped_daemon_gives_shared_memory_back_and_one_that_keeps_sessions_k
         worker.share(1)
         assert acquire(scheduler, "r", 1, namespace=pb.NamespaceRef(stage="s", engine="e")) == 1
         daemon.stop(signal.SIGUSR1)
-        assert [name for name in daemon.shm_files() if ".shared." in name]
+        assert segments(daemon)
         daemon.start()
         assert list(lookup(worker.rpc, 1).hit_blocks) == [1]
         assert leases(daemon) == 1
@@ -498,7 +502,7 @@ def test_a_stopped_daemon_gives_shared_memory_back_and_one_that_keeps_sessions_k
 def test_a_segment_that_no_manifest_names_is_swept(small: DaemonProcess) -> None:
     worker = SharingWorker(small.socket)
     try:
-        worker.join()
+        worker.join(model_fingerprint="swept")
         worker.share(1)
         small.kill()
         stray = SHM_DIRECTORY / segment_name(small.paths.node, sha256(b"stray").hexdigest())
@@ -507,9 +511,9 @@ def test_a_segment_that_no_manifest_names_is_swept(small: DaemonProcess) -> None
             manifest.write_text("{")
         small.start()
         assert not stray.exists()
-        assert not [name for name in small.shm_files() if ".shared." in name]
+        assert not segments(small)
         assert worker.share(1) == [pb.PUBLISH_STATE_NOT_JOINED]
-        assert worker.join().on
+        assert worker.join(model_fingerprint="swept").on
         assert worker.share(1) == [STORED]
     finally:
         worker.close()
@@ -546,9 +550,9 @@ def test_a_daemon_that_dies_making_storing_or_dropping_leaves_what_can_be_gone_o
     late = SharingWorker(small.socket, stage="another")
     try:
         with dying(small, "before_namespace_manifest"), pytest.raises(errors.DaemonLostError):
-            worker.join()
-        assert not [name for name in small.shm_files() if ".shared." in name]
-        assert worker.join().on
+            worker.join(model_fingerprint="dies")
+        assert not segments(small)
+        assert worker.join(model_fingerprint="dies").on
         worker.share(1, 2)
         with dying(small, "after_rows"), pytest.raises(errors.DaemonLostError):
             worker.share(3)
@@ -557,9 +561,9 @@ def test_a_daemon_that_dies_making_storing_or_dropping_leaves_what_can_be_gone_o
         assert check_rows(small) == 3
         worker.close()
         with dying(small, "before_namespace_unlink"), pytest.raises(errors.DaemonLostError):
-            late.join()
-        assert not [name for name in small.shm_files() if ".shared." in name]
-        assert late.join().on
+            late.join(model_fingerprint="late")
+        assert not segments(small)
+        assert late.join(model_fingerprint="late").on
         assert late.share(1) == [STORED]
     finally:
         late.close()

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from stagecache.cli import app
-from stagecache.cli.index import ENDS, NoNamespaceError
+from stagecache.cli.shared_blocks import ENDS, NoNamespaceError
 from stagecache.errors import UnsupportedHashError
 from stagecache.prefix_file import PrefixFileError
 from stagecache_wire.v1 import stagecache_pb2 as pb

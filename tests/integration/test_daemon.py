@@ -130,6 +130,28 @@ def test_run_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     assert "no directory of uid" in taken.stderr
 
 
+def test_what_cannot_be_noted_is_refused_and_nothing_of_it_is_left(fresh_daemon: DaemonProcess) -> None:
+    """Else the next daemon would not adopt it. A full disk and a directory that is gone look alike from here."""
+    sessions = fresh_daemon.paths.sessions
+    away = sessions.with_name("away")
+    with worker(fresh_daemon.socket) as rpc, worker(fresh_daemon.socket) as late:
+        rpc.attach(attach_request("s", 16, key()), 20.0)
+        files = fresh_daemon.shm_files()
+        sessions.rename(away)
+        for what, call in (
+            ("key mm of test/model/s", lambda: rpc.open_key(pb.OpenKeyRequest(key=key("mm")), 20.0)),
+            ("attach of test/model/late", lambda: late.attach(attach_request("late", 16, key()), 20.0)),
+        ):
+            with pytest.raises(errors.StageCacheError, match=f"{what} cannot be noted") as caught:
+                call()
+            assert "No such file or directory" in str(caught.value)
+            assert "df" in caught.value.remedy
+        assert fresh_daemon.shm_files() == files
+        away.rename(sessions)
+        rpc.open_key(pb.OpenKeyRequest(key=key("mm")), 20.0)
+        late.attach(attach_request("late", 16, key()), 20.0)
+
+
 def test_stop_in_the_middle_of_an_attach_leaves_nothing(fresh_daemon: DaemonProcess) -> None:
     """The fixture sees that no file is left."""
     with worker(fresh_daemon.socket) as rpc:

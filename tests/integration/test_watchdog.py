@@ -24,13 +24,14 @@ HOOKED = (sys.executable, "-m", "tests.integration.hooked_daemon")
 
 
 @contextmanager
-def hooked(folder: Path, limit_s: float, point: str = "") -> Iterator[tuple[DaemonProcess, Path]]:
+def hooked(folder: Path, limit_s: float, point: str = "", *more: str) -> Iterator[tuple[DaemonProcess, Path]]:
     """A daemon that may be stuck, and the file while which it is."""
     stuck = folder / "stuck"
     daemon = DaemonProcess(
         folder,
         "--watchdog-s",
         str(limit_s),
+        *more,
         environment={"STUCK_AT": point, "STUCK_WHILE": str(stuck)},
         program=HOOKED,
     )
@@ -129,6 +130,19 @@ def test_stuck_event_loop_answers_nobody_and_ends_the_daemon(tmp_path: Path) -> 
         daemon.start()
         load.run_step()
         load.finish()
+        load.close()
+
+
+def test_stop_with_a_stuck_consumer_ends_by_its_deadline(tmp_path: Path) -> None:
+    """SIGTERM drains, for ``drain_timeout_s`` at most; the memory is given back all the same."""
+    with hooked(tmp_path, 60.0, "after_claim", "--drain-timeout-s", "0.2") as (daemon, stuck):
+        load = load_of(daemon, 12)
+        stuck.touch()
+        log_steps(load, 2)
+        started = time.monotonic()
+        assert daemon.stop(signal.SIGTERM) == 0
+        assert time.monotonic() - started < 10.0
+        assert daemon.shm_files() == []
         load.close()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from stagecache.rpc import Rpc, handshake
@@ -50,9 +51,10 @@ def main() -> None:
 class WorkerProcess:
     """Starts ``main`` and waits until it is attached."""
 
-    def __init__(self, socket: Path, stage: str = "s", num_blocks: int = 1024) -> None:
+    def __init__(self, socket: Path, stage: str = "s", num_blocks: int = 1024, *, prefix: Sequence[str] = ()) -> None:
+        """prefix: a command that runs the worker."""
         self.process = subprocess.Popen(
-            [sys.executable, __file__, str(socket), stage, str(num_blocks)],
+            [*prefix, sys.executable, __file__, str(socket), stage, str(num_blocks)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

@@ -121,6 +121,14 @@ def from_torch(value: torch.Tensor, raw: bytes) -> Tensor:
     )
 
 
+def spoil(tensor: torch.Tensor) -> None:
+    """Fill it with bytes that no result may show."""
+    import torch
+
+    if tensor.numel():
+        tensor.view(torch.uint8).fill_(1 if tensor.dtype == torch.bool else POISON)
+
+
 def _nested(value: Any, convert: Any) -> Any:
     """``value`` with every tensor in it converted."""
     if isinstance(value, dict):
@@ -173,14 +181,12 @@ class RealCache:
         self.view.show(step)
 
     def save_outputs(self, outputs: Outputs) -> int:
-        import torch
-
         live: list[torch.Tensor] = []
 
         def buffer(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            live.append(to_torch(value))
+            live.append(self.live_buffer(to_torch(value)))
             return live[-1]
 
         hidden = None if outputs.hidden is None else buffer(outputs.hidden)
@@ -190,9 +196,16 @@ class RealCache:
                 hidden, mm, num_tokens_unpadded=outputs.unpadded, num_tokens_padded=outputs.padded
             )
         for tensor in live:
-            if tensor.numel():
-                tensor.view(torch.uint8).fill_(1 if tensor.dtype == torch.bool else POISON)
+            self.spoil(tensor)
         return step_id
+
+    def live_buffer(self, values: torch.Tensor) -> torch.Tensor:
+        """A buffer of the model's with these values."""
+        return values
+
+    def spoil(self, tensor: torch.Tensor) -> None:
+        """A later forward overwrites a buffer."""
+        spoil(tensor)
 
     def materialize(self, step_id: int, req_ids: list[str]) -> Merged:
         with _errors():

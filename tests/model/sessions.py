@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from tests.model.driver import Mismatch, Plan, Run
@@ -18,8 +19,10 @@ class Sessions:
     """One session a setup, over one daemon. Between two sequences there is a reset: the model begins anew, the
     session with its tables full of an older epoch, which none of its results may show (R5)."""
 
-    def __init__(self, socket: str):
+    def __init__(self, socket: str, make: Callable[..., RealCache] = RealCache):
+        """make: makes a cache as ``RealCache`` does."""
         self._socket = socket
+        self._make = make
         self._open: dict[str, RealCache] = {}
         self._by_setup: Counter[str] = Counter()
         self._pool = ThreadPoolExecutor(1, "materialize")
@@ -54,7 +57,7 @@ class Sessions:
     def _session(self, setup: Setup) -> RealCache:
         if setup.name not in self._open:
             self.attached += 1
-            self._open[setup.name] = RealCache(
+            self._open[setup.name] = self._make(
                 setup.rules, self._socket, num_blocks=NUM_BLOCKS, model="model", stage=setup.name, **setup.settings
             )
         return self._open[setup.name]

@@ -23,7 +23,7 @@ from tests.soak.crew import Crew
 from tests.soak.flat import Trend
 from tests.soak.samples import Samples, node_figures, process_figures
 
-KILLING = 0.3
+KILLING = 0.25
 ENOUGH_SAMPLES = 40
 ENOUGH_SESSIONS = 8
 LEFT_S = 2.0

@@ -51,7 +51,7 @@ def process_figures(pid: int) -> dict[str, float]:
                 number = int(value.split()[0])
                 found[_STATUS[name]] = number if name == "Threads" else number * 1024
         found["descriptors"] = sum(1 for _ in (proc / "fd").iterdir())
-        found["mappings"] = sum(f"/{PREFIX}." in line for line in (proc / "maps").read_text().splitlines())
+        found["mappings"] = sum(f"{PREFIX}." in line for line in (proc / "maps").read_text().splitlines())
         return found if "resident" in found else {}
     except (FileNotFoundError, ProcessLookupError):
         return {}

@@ -15,7 +15,7 @@ PLENTY = 1 << 50
 
 
 def budget(limit: int = 100 * MIB, free: int = PLENTY) -> Budget:
-    return Budget(limit, lambda: free)
+    return Budget(limit, lambda: free, lambda: None)
 
 
 def pages(size: int) -> int:

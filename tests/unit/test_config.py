@@ -62,6 +62,15 @@ def test_flag_beats_variable_beats_file(tmp_path: Path, monkeypatch: pytest.Monk
     assert (settings.max_sessions, settings.merge_threads) == (2, 3)
 
 
+@pytest.mark.parametrize(("text", "size"), [("0", 0), ("16KiB", 16384), ("2G", 2 << 30)])
+def test_shared_blocks_are_off_unless_they_get_a_size(text: str, size: int, tmp_path: Path) -> None:
+    assert load([]).shared_bytes == 0
+    assert load(["--shared-bytes", text]).shared_bytes == size
+    file = tmp_path / "c.toml"
+    file.write_text(f"shared_bytes = {size}\n")
+    assert load(["--config", str(file)]).shared_bytes == size
+
+
 def test_file_may_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "c.toml"
     file.write_text("max_sessions = 9\n")
@@ -73,6 +82,8 @@ def test_file_may_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest.Mon
     ("arguments", "says"),
     [
         (["--memory-budget", "lots"], ["memory_budget", "'lots'", "12GiB"]),
+        (["--shared-bytes", "some"], ["shared_bytes", "'some'", "12GiB"]),
+        (["--shared-namespaces", "0"], ["shared_namespaces", "greater than or equal to 1"]),
         (["--max-sessions", "0"], ["max_sessions", "greater than or equal to 1"]),
         (["--log-format", "xml"], ["log_format", "'console' or 'json'"]),
         (["--group", "no-such-group-here"], ["group", "no-such-group-here", "create it"]),
@@ -87,10 +98,12 @@ def test_error_names_the_setting_and_the_remedy(arguments: list[str], says: list
         assert text in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["memory_bugdet = 1", "max_sessions = 'many'", "= ="])
+@pytest.mark.parametrize(
+    "text", ["memory_bugdet = 1", "max_sessions = 'many'", "= =", "group = '\xe9'", "group = " + "[" * 100_000]
+)
 def test_bad_file_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "c.toml"
-    file.write_text(text)
+    file.write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=r"memory_bugdet|max_sessions|no TOML"):
         load(["--config", str(file)])
 

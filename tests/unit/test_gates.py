@@ -20,7 +20,7 @@ REFUSED = {
     "failed loads computed later": (
         {"kv_consumer": True, "shared_blocks": True, "recomputes_failed_loads": True},
         "G2",
-        "kv_load_failure_policy=fail",
+        "policy=fail",
     ),
     "speculative decoding": ({"speculative": "ngram"}, "G3", "speculative_config"),
     "matching inside blocks": ({"prefix_match_unit": 8}, "G3", "prefix_match_unit"),
@@ -127,7 +127,7 @@ def test_a_stage_that_shares_its_blocks_may_get_kv_from_a_connector(monkeypatch:
     """G2: only where the scheduler-side shim is there to cut what the connector offers."""
     facts = dataclasses.replace(ORDINARY, kv_consumer=True, shared_blocks=True)
     assert check_facts(facts) == facts
-    config = ordinary_config()
+    config, _ = stage(FullAttentionSpec())
     config.kv_transfer_config = SimpleNamespace(is_kv_consumer=True)
     monkeypatch.setenv("STAGECACHE_SHARED_BLOCKS", "1")
     with pytest.raises(GateRefusal, match="kv_consumer"):

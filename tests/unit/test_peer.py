@@ -159,6 +159,9 @@ def test_other_abi_is_refused_with_both_numbers(tmp_path: Path) -> None:
         b'{"abi": 1, "role": ["worker"]}\n',
         b'{"abi": 1, "role": "worker", "session_id": 7}\n',
         b'{"abi": {}, "role": "worker"}\n',
+        b'{"abi": "\\ud800", "role": "worker"}\n',
+        b'{"abi": ' + b"[" * 900 + b"]" * 900 + b', "role": "worker"}\n',
+        b'{"abi": 1, "role": "worker", "session_id": "0123456789abcdef", "token": "\\ud800"}\n',
         b"\xff\xfe\n",
         b"[" * 4000 + b"\n",
         b"x" * 9000,
@@ -168,7 +171,15 @@ def test_bad_line_is_answered_with_a_reason(tmp_path: Path, line: bytes) -> None
     (answer,), registry = serve(tmp_path, [line])
     assert answer["error"]
     assert answer["reason"] in pb.Reason.keys() or f"REASON_{answer['reason']}" in pb.Reason.keys()  # noqa: SIM118
+    assert answer["reason"] != "INTERNAL"
     assert registry.pidfds == {}
+
+
+@pytest.mark.parametrize("pid", [b"[" * 900 + b"]" * 900, b'"\\ud800"', b"1e999", b"-1", b"true", b"{}", b"9" * 400])
+def test_a_pid_that_is_none_is_left_out(tmp_path: Path, pid: bytes) -> None:
+    """It is for people alone."""
+    (answer,), _ = serve(tmp_path, [b'{"abi": %d, "role": "observer", "pid": %s}\n' % (ABI, pid)])
+    assert answer["token"]
 
 
 def test_other_uid_is_refused_unless_the_group_admits_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

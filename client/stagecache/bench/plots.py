@@ -36,7 +36,7 @@ def write_plots(result: BenchResult, folder: Path) -> list[Path]:
 
 
 def _times(workload: str, cases: list[CaseFigures]) -> Any:
-    """A group of bars a case, one bar a contender: medians, with lines from p10 to p90, on a logarithmic axis."""
+    """A group of lines a case, one a contender: from p10 to p90 with the median marked, on a logarithmic axis."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.6, 0.9 + 0.62 * len(cases)), layout="constrained")
@@ -51,10 +51,13 @@ def _times(workload: str, cases: list[CaseFigures]) -> Any:
             at = row + (order - (len(names) - 1) / 2) * thick
             around = [[spread.median - spread.p10], [spread.p90 - spread.median]]
             label = None if any(name in earlier.by_name for earlier in cases[:row]) else name
-            axes.barh(at, spread.median, 0.9 * thick, xerr=around, color=_COLORS[name], label=label, ecolor="#52525b")
+            axes.errorbar(
+                spread.median, at, xerr=around, color=_COLORS[name], label=label, fmt="o", markersize=5, linewidth=2
+            )
     axes.set_yticks(range(len(cases)), [case.label.replace(", ", "\n", 1) for case in cases], fontsize=7)
     axes.invert_yaxis()
     axes.set_xscale("log")
+    axes.grid(axis="x", color="#e4e4e7", linewidth=0.6)
     axes.set_xlabel(f"{workload}: engine thread, µs a {'step' if cases[0].per != 'block' else 'prompt'}")
     figure.legend(loc="outside upper center", ncols=len(names), frameon=False)
     return figure

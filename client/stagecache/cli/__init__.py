@@ -8,6 +8,7 @@ from stagecache.cli import doctor, drain, index, plan  # noqa: F401  each regist
 from stagecache.cli.app import app
 from stagecache.cli.console import show_error
 from stagecache.errors import StageCacheError
+from stagecache.local_engine import Interrupts
 
 __all__ = ["app", "main"]
 
@@ -15,9 +16,14 @@ EXIT_INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command line; errors of the cache are shown as text, with the remedy, and end with status 1."""
+    """Run the command line; errors of the cache are shown as text, with the remedy, and end with status 1.
+
+    Ctrl-C and SIGTERM unwind, so that no command leaves a daemon, a directory or a changed terminal behind; the status
+    is then 130 or 143.
+    """
     try:
-        app()
+        with Interrupts():
+            app()
     except StageCacheError as error:
         show_error(error)
         sys.exit(1)

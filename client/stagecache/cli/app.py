@@ -5,11 +5,12 @@ from __future__ import annotations
 from enum import Enum
 from importlib.metadata import version as distribution_version
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Final, Optional
 
 import typer
 
 from stagecache.cli.bench import bench
+from stagecache_wire.names import DEFAULT_SOCKET
 
 app = typer.Typer(
     name="stagecache",
@@ -36,6 +37,8 @@ SocketOption = Annotated[
     Path,
     typer.Option("--socket", envvar="STAGECACHE_SOCKET", help="The daemon's Unix socket.", show_envvar=True),
 ]
+SOCKET: Final = Path(DEFAULT_SOCKET)
+"""Where a daemon serves that was told nothing else."""
 TimeoutOption = Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds to wait for the daemon.")]
 
 
@@ -140,7 +143,7 @@ def hidden_states(
     )
 )
 def status(
-    socket: SocketOption,
+    socket: SocketOption = SOCKET,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object, field names as on the wire.")] = False,
     timeout: TimeoutOption = 5.0,
 ) -> None:
@@ -157,7 +160,7 @@ def status(
     )
 )
 def top(
-    socket: SocketOption,
+    socket: SocketOption = SOCKET,
     interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one look and end.")] = False,
     timeout: TimeoutOption = 5.0,
@@ -173,7 +176,7 @@ def top(
         "stagecache ping --socket /run/stagecache/stagecached.sock && echo serving",
     )
 )
-def ping(socket: SocketOption, timeout: TimeoutOption = 5.0) -> None:
+def ping(socket: SocketOption = SOCKET, timeout: TimeoutOption = 5.0) -> None:
     """Ask whether a daemon serves: status 0 when it does, 1 when it does not."""
     from stagecache.cli.control import show_ping
 
@@ -188,7 +191,7 @@ def ping(socket: SocketOption, timeout: TimeoutOption = 5.0) -> None:
 )
 def reset(
     stage: Annotated[str, typer.Argument(help="The stage to forget.")],
-    socket: SocketOption,
+    socket: SocketOption = SOCKET,
     force: Annotated[
         bool,
         typer.Option("--force", help="Also when the engine would keep its prefix cache; later hits then fail."),

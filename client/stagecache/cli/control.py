@@ -41,7 +41,7 @@ def show_status(socket: Path, *, as_json: bool, timeout_s: float) -> None:
     used = f"{_bytes(stats.budget_used_bytes)} of {_bytes(stats.budget_bytes)}" if stats.budget_bytes else "no budget"
     out.print(
         f"[bold]stagecached {stats.version}[/] at {escape(str(socket))}: up {_duration(stats.uptime_s)}, pools {used}, "
-        f"process {_bytes(stats.resident_bytes)}, {stats.schedulers} schedulers, boot {stats.boot_id:x}"
+        f"process {_bytes(stats.resident_bytes)}, {stats.schedulers} scheduler(s), boot {stats.boot_id:x}"
     )
     if not stats.sessions:
         out.print("No sessions: no worker is attached.")
@@ -52,8 +52,10 @@ def show_status(socket: Path, *, as_json: bool, timeout_s: float) -> None:
 
 def _session_table(stats: pb.StatsResponse) -> Table:
     table = Table(title="sessions", title_justify="left")
-    for name in ("session", "stage", "rank", "pid", "state", "blocks", "memory", "steps", "hits", "hit rows", "lag"):
-        table.add_column(name, justify="left" if name in ("session", "stage", "state") else "right")
+    names = "session stage rank pid state blocks memory pinned steps hits hit-rows lag"
+    for name in names.split():
+        left = name in ("session", "stage", "state")
+        table.add_column(name.replace("-", " "), justify="left" if left else "right")
     for one in stats.sessions:
         state = f"[red]{one.state}: {escape(one.failure)}[/]" if one.failure else one.state
         table.add_row(
@@ -64,6 +66,7 @@ def _session_table(stats: pb.StatsResponse) -> Table:
             state + (" (adopted)" if one.adopted else ""),
             f"{one.geometry.num_blocks} x {one.geometry.block_size}",
             _bytes(one.bytes),
+            _pinned(one),
             f"{one.steps:,}",
             f"{one.hits:,}",
             f"{one.hit_rows:,}" + (f" [red]({one.unknown_rows:,} unknown)[/]" if one.unknown_rows else ""),
@@ -91,6 +94,13 @@ def _key_table(stats: pb.StatsResponse) -> Table:
                 "yes" if key.locked else "no",
             )
     return table
+
+
+def _pinned(one: pb.SessionStats) -> str:
+    """Of the host memory that the worker's device copies into: what is pinned; a dash where there is no device."""
+    if one.unpinned_bytes:
+        return f"[red]{_bytes(one.unpinned_bytes)} not[/]"
+    return _bytes(one.pinned_bytes) if one.pinned_bytes else "-"
 
 
 def _bytes(count: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+from stagecache.cli.apart import run_apart
 from stagecache.cli.console import out, show_error
 
 NEEDED = ("vllm", "torch", "safetensors", "tokenizers")
@@ -26,10 +27,14 @@ def run(*, requests: int, hidden: int, dtype: str, report: Path, keep: bool) -> 
     if text := missing_engine():
         show_error(text)
         return 1
+    return run_apart("stagecache-demo-", lambda work: _run_in(work, requests, hidden, dtype, report), keep=keep)
+
+
+def _run_in(work: Path, requests: int, hidden: int, dtype: str, report: Path) -> int:
     from stagecache.demo.run import DemoOptions, run_demo
 
     try:
-        outcome = run_demo(DemoOptions(requests, hidden, dtype, report, keep), out)
+        outcome = run_demo(DemoOptions(requests, hidden, dtype, report), work, out)
     except ValueError as error:
         show_error(error)
         return 2

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stagecache.cli.app import SocketOption, TimeoutOption, _examples, app
+from stagecache.cli.app import SOCKET, SocketOption, TimeoutOption, _examples, app
 from stagecache.cli.console import out
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ _MARKS = {
     )
 )
 def doctor(
-    socket: SocketOption = Path("/run/stagecache/stagecached.sock"),
+    socket: SocketOption = SOCKET,
     strict: Annotated[bool, typer.Option("--strict", help="Status 1 for warnings too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     timeout: TimeoutOption = 2.0,

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from stagecache.cli.app import SocketOption, _examples, app
+from stagecache.cli.app import SOCKET, SocketOption, _examples, app
 from stagecache.cli.console import out
 from stagecache.errors import DaemonUnavailableError, StageCacheError
 
@@ -26,7 +26,7 @@ class DrainError(StageCacheError):
     )
 )
 def drain(
-    socket: SocketOption = Path("/run/stagecache/stagecached.sock"),
+    socket: SocketOption = SOCKET,
     keep_sessions: Annotated[
         bool,
         typer.Option("--keep-sessions", help="Hand over: the next daemon on this socket goes on with the sessions."),

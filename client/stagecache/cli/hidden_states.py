@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from stagecache.cli.apart import ENGINE_LOG, run_apart
 from stagecache.cli.console import out, show_error
 from stagecache.cli.demo import missing_engine
 from stagecache.errors import StageCacheError
@@ -22,20 +22,25 @@ def run(arguments: dict[str, Any], *, model: Path, prompts: Path, out_directory:
     if text := missing_engine():
         show_error(text)
         return 1
+    return run_apart("stagecache-", lambda work: _run_in(work, arguments, model, prompts, out_directory, socket))
+
+
+def _run_in(
+    work: Path, arguments: dict[str, Any], model: Path, prompts: Path, out_directory: Path, socket: Path | None
+) -> int:
     from stagecache.hidden_states import encode_texts, extract, read_prompts
 
     wanted = encode_texts(read_prompts(prompts), model)
     settings = quiet_engine_environment() | {"STAGECACHE_REQUIRED": "1"}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with contextlib.ExitStack() as stack:
-        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stagecache-")))
         interrupts = stack.enter_context(Interrupts())
         stack.enter_context(environment(settings))
         stack.enter_context(_daemon(work, socket))
         progress = stack.enter_context(Progress(*columns, console=out, redirect_stderr=False))
         task = progress.add_task("engine starts", total=None)
         try:
-            with stderr_to(work / "engine.log"):
+            with stderr_to(work / ENGINE_LOG):
                 result = extract(
                     {"enable_prefix_caching": True, "skip_tokenizer_init": True, **arguments},
                     wanted,
@@ -48,7 +53,7 @@ def run(arguments: dict[str, Any], *, model: Path, prompts: Path, out_directory:
             raise
         except Exception as error:
             raise StageCacheError(
-                f"the engine failed: {type(error).__name__}: {error}\n{file_tail(work / 'engine.log')}"
+                f"the engine failed: {type(error).__name__}: {error}\n{file_tail(work / ENGINE_LOG)}"
             ) from error
     for req_id, why in result.failed.items():
         show_error(f"{req_id}: {why}")

@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import time
 from pathlib import Path
-from typing import Annotated, Any, Final, Optional
+from typing import Annotated, Optional
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from stagecache.cli.app import SocketOption, TimeoutOption, _examples, app
-from stagecache.cli.console import out
-from stagecache.cli.control import _bytes, _duration
-from stagecache.control import Observer, message_to_dict
-from stagecache.errors import StageCacheError, UnsupportedHashError
-from stagecache.prefix_file import PrefixFileError, read_hashes, read_tokens
-from stagecache_wire.v1 import stagecache_pb2 as pb
-
-#: Why a prefix ends, for people.
-ENDS: Final[dict[int, str]] = {
-    pb.PREFIX_END_WHOLE: "all of it is stored",
-    pb.PREFIX_END_NOT_STORED: "nobody published this block, or it was evicted long ago; another salt, LoRA, image or "
-    "hash seed makes another hash of the same tokens",
-    pb.PREFIX_END_EVICTED: "it was evicted for another block: raise --shared-bytes if that happens often",
-    pb.PREFIX_END_RESET: "it was stored before a reset of the stage; what was computed then is not read any more",
-    pb.PREFIX_END_BEING_COPIED: "it is being copied in just now",
-    pb.PREFIX_END_PARTIAL_BLOCK: "the tokens that follow do not fill a block; only full blocks are stored",
-    pb.PREFIX_END_NOT_JOINED: "no worker of this engine has joined the namespace",
-    pb.PREFIX_END_OFF: "shared blocks are off: the daemon runs with --shared-bytes 0",
-}
 
 _Text = Optional[str]  # noqa: UP045  typer reads it at run time, on Python 3.10 too
 _File = Optional[Path]  # noqa: UP045
-
-
-class NoNamespaceError(StageCacheError):
-    """No namespace is what was asked for; the text lists those that there are."""
 
 
 @app.command(
@@ -52,58 +25,9 @@ def index(
     timeout: TimeoutOption = 5.0,
 ) -> None:
     """Show the blocks that replicas of a stage share on this node: namespaces, blocks, bytes, hit ratio, age."""
-    with Observer(socket, timeout_s=timeout) as daemon:
-        stats = daemon.stats()
-    if as_json:
-        fields = message_to_dict(stats)
-        names = ("shared_limit_bytes", "shared_used_bytes", "namespaces")
-        print(json.dumps({name: fields[name] for name in names}, indent=2))
-        return
-    if not stats.shared_limit_bytes:
-        out.print("Shared blocks are off: start the daemon with --shared-bytes SIZE.")
-        return
-    out.print(f"shared blocks: {_bytes(stats.shared_used_bytes)} of {_bytes(stats.shared_limit_bytes)}")
-    if not stats.namespaces:
-        out.print("No namespace: no worker has joined one.")
-        return
-    out.print(_namespace_table(stats, time.time()))
+    from stagecache.cli.shared_blocks import show_index
 
-
-def _namespace_table(stats: pb.StatsResponse, now: float) -> Table:
-    table = Table(title="namespaces", title_justify="left")
-    left = ("namespace", "stage", "model", "keys")
-    for name in (
-        *left,
-        "blocks",
-        "memory",
-        "stored",
-        "held",
-        "hit ratio",
-        "published",
-        "evicted",
-        "members",
-        "age",
-        "oldest",
-    ):
-        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
-    for one in stats.namespaces:
-        table.add_row(
-            one.namespace_id[:12],
-            escape(one.stage),
-            escape(f"{one.model_fingerprint[:24]} ({one.hash_algorithm})"),
-            escape(", ".join(key.name for key in one.keys)),
-            f"{one.num_blocks:,} x {one.block_size}",
-            _bytes(one.bytes),
-            f"{one.num_blocks - one.free:,}",
-            f"{one.held:,} by {one.leases}" if one.leases else f"{one.held:,}",
-            f"{one.hit_hashes / one.lookup_hashes:.0%} of {one.lookup_hashes:,}" if one.lookup_hashes else "-",
-            f"{one.published:,}",
-            f"{sum(one.evictions.values()):,}",
-            str(one.members),
-            _duration(now - one.created_unix_s),
-            _duration(one.oldest_s) if one.oldest_s else "-",
-        )
-    return table
+    show_index(socket, as_json=as_json, timeout_s=timeout)
 
 
 @app.command(
@@ -141,88 +65,16 @@ def lookup(
     """
     if (tokens is None) == (hashes is None):
         raise typer.BadParameter("give one of --tokens and --hashes")
-    request = read_hashes(hashes) if hashes is not None else read_tokens(tokens, salt=salt, lora=lora)  # type: ignore[arg-type]
-    if hashes is not None and (salt or lora):
-        raise PrefixFileError("--salt and --lora are part of the hashes already: give them with --tokens only.")
-    with Observer(socket, timeout_s=timeout) as daemon:
-        stats = daemon.stats()
-        found = _chosen(stats, stage, namespace)
-        answers = [(one, _ask(daemon, one, request, alone=len(found) == 1)) for one in found]
-    if as_json:
-        print(json.dumps([_as_dict(one, answer) for one, answer in answers], indent=2))
-        return
-    for one, answer in answers:
-        _explain(one, answer, request)
+    from stagecache.cli.shared_blocks import show_lookup
 
-
-def _chosen(stats: pb.StatsResponse, stage: str | None, namespace: str | None) -> list[pb.NamespaceStats]:
-    """Raises: NoNamespaceError."""
-    found = [
-        one
-        for one in stats.namespaces
-        if stage in (None, one.stage) and one.namespace_id.startswith((namespace or "").lower())
-    ]
-    if found:
-        return found
-    if not stats.shared_limit_bytes:
-        raise NoNamespaceError(
-            "shared blocks are off on this node.", remedy="Start the daemon with --shared-bytes SIZE."
-        )
-    there = ", ".join(f"{one.namespace_id[:12]} of stage {one.stage}" for one in stats.namespaces) or "none"
-    asked = " ".join(f"{what} {value!r}" for what, value in (("stage", stage), ("id", namespace)) if value)
-    raise NoNamespaceError(f"no namespace{' with ' + asked if asked else ''}; there are: {there}.")
-
-
-def _ask(
-    daemon: Observer, namespace: pb.NamespaceStats, request: pb.LookupBlocksRequest, *, alone: bool
-) -> pb.LookupBlocksResponse | str:
-    """The answer, or why there is none where others may have one."""
-    asked = pb.LookupBlocksRequest()
-    asked.CopyFrom(request)
-    asked.namespace.namespace_id = namespace.namespace_id
-    asked.per_key = True
-    try:
-        return daemon.lookup_blocks(asked)
-    except UnsupportedHashError as error:
-        if alone:
-            raise
-        return str(error)
-
-
-def _explain(
-    namespace: pb.NamespaceStats, answer: pb.LookupBlocksResponse | str, request: pb.LookupBlocksRequest
-) -> None:
-    head = f"[bold]{namespace.namespace_id[:12]}[/] stage {escape(namespace.stage)}"
-    if isinstance(answer, str):
-        out.print(f"{head}: {escape(answer)}")
-        return
-    size, blocks, end = answer.block_size, answer.hit_blocks[0], answer.ends[0]
-    hashes = answer.hashes or request.hashes
-    asked = request.span_tokens[0] if request.span_tokens else len(hashes) // 32 * size
-    out.print(f"{head}: {blocks * size} of {asked} tokens are stored, {blocks} of {-(-asked // size)} blocks")
-    if end == pb.PREFIX_END_WHOLE:
-        return
-    name = hashes[32 * blocks : 32 * blocks + 32].hex()[:16]
-    where = f"block {blocks}, tokens {blocks * size} to {min((blocks + 1) * size, asked) - 1}"
-    out.print(f"  ends at {where}{f', hash {name}...' if name else ''}: {ENDS[end]}")
-
-
-def _as_dict(namespace: pb.NamespaceStats, answer: pb.LookupBlocksResponse | str) -> dict[str, Any]:
-    who = {"namespace_id": namespace.namespace_id, "stage": namespace.stage}
-    if isinstance(answer, str):
-        return {**who, "error": answer}
-    end = answer.ends[0]
-    return {
-        **who,
-        "block_size": answer.block_size,
-        "hit_blocks": answer.hit_blocks[0],
-        "hit_tokens": answer.hit_tokens[0],
-        "state": pb.BlockState.Name(answer.states[0]).removeprefix("BLOCK_STATE_"),
-        "end": pb.PrefixEnd.Name(end).removeprefix("PREFIX_END_"),
-        "why": ENDS[end],
-        "keys": {
-            name: pb.BlockState.Name(state).removeprefix("BLOCK_STATE_")
-            for name, state in zip(answer.key_names, answer.key_states, strict=True)
-        },
-        "hashes": [answer.hashes[at : at + 32].hex() for at in range(0, len(answer.hashes), 32)],
-    }
+    show_lookup(
+        socket,
+        tokens=tokens,
+        hashes=hashes,
+        salt=salt,
+        lora=lora,
+        stage=stage,
+        namespace=namespace,
+        as_json=as_json,
+        timeout_s=timeout,
+    )

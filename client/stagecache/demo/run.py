@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,37 +38,34 @@ class DemoOptions:
         hidden: width of the model.
         dtype: float32, bfloat16 or float16.
         report: where the HTML report goes.
-        keep: keep the working directory (checkpoint, daemon log, engine log).
     """
 
     requests: int = 32
     hidden: int = 256
     dtype: str = "float32"
     report: Path = Path("stagecache-demo.html")
-    keep: bool = False
 
 
-def run_demo(options: DemoOptions, console: Console) -> DemoOutcome:
+def run_demo(options: DemoOptions, work: Path, console: Console) -> DemoOutcome:
     """Run it, show progress and the table, write the report.
+
+    Args:
+        options: what to run.
+        work: an empty directory for the checkpoint and the logs.
+        console: where progress and the table go.
 
     Raises:
         DemoFailedError: the engine or the daemon could not run.
         ValueError: the model cannot have that width.
     """
     started = time.perf_counter()
-    work = Path(tempfile.mkdtemp(prefix="stagecache-demo-"))
     try:
         with environment(quiet_engine_environment() | {"STAGECACHE_REQUIRED": "1"}):
             outcome = _run_in(work, options, console, started)
-    except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, StageCacheError | ValueError | KeyboardInterrupt):
-            raise
+    except (StageCacheError, ValueError):
+        raise
+    except Exception as error:
         raise DemoFailedError(f"{type(error).__name__}: {error}\n{file_tail(work / 'engine.log')}") from error
-    finally:
-        if options.keep:
-            console.print(f"Kept in [bold]{work}[/]: checkpoint, stagecached.log, engine.log", highlight=False)
-        else:
-            shutil.rmtree(work, ignore_errors=True)
     console.print(result_table(outcome))
     options.report.parent.mkdir(parents=True, exist_ok=True)
     options.report.write_text(render(outcome), encoding="utf-8")

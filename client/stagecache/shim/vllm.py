@@ -291,6 +291,7 @@ def _attach(
 ) -> tuple[StageCache | None, str, StepConsumers, LateCache | None]:
     """The attached cache; or None, why not, and the one that may come later."""
     from stagecache import HIDDEN_KEY, Geometry, KeySchema, StageCache
+    from stagecache.cuda import device_for
     from stagecache.latecache import LateCache
 
     socket = os.environ["STAGECACHE_SOCKET"]
@@ -310,6 +311,7 @@ def _attach(
         "view": RunnerBatch(runner, block_size),
         "keys": [hidden],
         "rank": _tp_rank(),
+        "device": device_for(getattr(runner, "device", None)),
         "engine": engine_name(config),
     }
     namespace = _namespace_of(config, stage) if shared_blocks_wanted() else None

@@ -303,7 +303,7 @@ class KeyStats(_message.Message):
     def __init__(self, key: _Optional[_Union[KeySchema, _Mapping]] = ..., key_id: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., rows_scattered: _Optional[int] = ..., rows_gathered: _Optional[int] = ..., present_slots: _Optional[int] = ..., locked: _Optional[bool] = ...) -> None: ...
 
 class SessionStats(_message.Message):
-    __slots__ = ("session_id", "model", "stage", "pid", "rank", "geometry", "keys", "head", "consumed", "epoch", "steps", "bytes", "state", "failure", "hits", "hit_rows", "unknown_rows", "adopted", "attached_unix_s", "engine", "namespace_id", "generation")
+    __slots__ = ("session_id", "model", "stage", "pid", "rank", "geometry", "keys", "head", "consumed", "epoch", "steps", "bytes", "state", "failure", "hits", "hit_rows", "unknown_rows", "adopted", "attached_unix_s", "pinned_bytes", "unpinned_bytes", "engine", "namespace_id", "generation")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -323,6 +323,8 @@ class SessionStats(_message.Message):
     UNKNOWN_ROWS_FIELD_NUMBER: _ClassVar[int]
     ADOPTED_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNPINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -345,10 +347,12 @@ class SessionStats(_message.Message):
     unknown_rows: int
     adopted: bool
     attached_unix_s: float
+    pinned_bytes: int
+    unpinned_bytes: int
     engine: str
     namespace_id: str
     generation: int
-    def __init__(self, session_id: _Optional[str] = ..., model: _Optional[str] = ..., stage: _Optional[str] = ..., pid: _Optional[int] = ..., rank: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., keys: _Optional[_Iterable[_Union[KeyStats, _Mapping]]] = ..., head: _Optional[int] = ..., consumed: _Optional[int] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., bytes: _Optional[int] = ..., state: _Optional[str] = ..., failure: _Optional[str] = ..., hits: _Optional[int] = ..., hit_rows: _Optional[int] = ..., unknown_rows: _Optional[int] = ..., adopted: _Optional[bool] = ..., attached_unix_s: _Optional[float] = ..., engine: _Optional[str] = ..., namespace_id: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[str] = ..., model: _Optional[str] = ..., stage: _Optional[str] = ..., pid: _Optional[int] = ..., rank: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., keys: _Optional[_Iterable[_Union[KeyStats, _Mapping]]] = ..., head: _Optional[int] = ..., consumed: _Optional[int] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., bytes: _Optional[int] = ..., state: _Optional[str] = ..., failure: _Optional[str] = ..., hits: _Optional[int] = ..., hit_rows: _Optional[int] = ..., unknown_rows: _Optional[int] = ..., adopted: _Optional[bool] = ..., attached_unix_s: _Optional[float] = ..., pinned_bytes: _Optional[int] = ..., unpinned_bytes: _Optional[int] = ..., engine: _Optional[str] = ..., namespace_id: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class NamespaceStats(_message.Message):
     __slots__ = ("namespace_id", "stage", "model_fingerprint", "hash_algorithm", "hash_seed", "dtype", "block_size", "tensor_parallel_size", "keys", "bytes", "block_bytes", "num_blocks", "held", "cached", "free", "generation", "members", "leases", "lookup_hashes", "hit_hashes", "published", "known", "skipped", "filled", "evictions", "created_unix_s", "used_unix_s", "oldest_s")

@@ -27,6 +27,7 @@ MEMORY_KINDS: Final = ("anonymous", "file", "shared")
 LEVELS: Final = ("warning", "error")
 GENERATIONS: Final = ("0", "1", "2")
 OUTCOMES: Final = ("materialized", "discarded")
+PIN_STATES: Final = ("pinned", "unpinned")
 INDEX_STATES: Final = ("held", "cached", "free")
 EVICTIONS: Final = ("capacity", "reset", "request")
 LOOKUPS: Final = ("hit", "miss")
@@ -119,6 +120,9 @@ def _session() -> None:
     _metric("stagecache_leases", "gauge", "Merges whose tensors are still held.", SESSION)
     _metric("stagecache_oldest_lease_seconds", "gauge", "Age of the oldest lease; 0 where there is none.", SESSION)
     _metric("stagecache_deferred_bytes", "gauge", "Device bytes of rows that wait for their flush.", SESSION)
+    _metric("stagecache_copy_memory_bytes", "gauge",
+            "Host memory that a worker's device copies into.", SESSION,
+            state=PIN_STATES)  # fmt: skip
     _metric("stagecache_survey_age_seconds", "gauge", "Age of the presence counts.", SESSION)
 
 

@@ -23,14 +23,14 @@ _SAVE_CURES: Final = {
     "slot_mismatch": "save_outputs must be called with the batch of the last new_step_starts.",
     "staging_timeout": "Consume each step id once, by materialize or discard_step, or raise staging_depth.",
     "daemon_lost": "The daemon was gone in the middle of a save; see whether it restarts often.",
-    "session_failed": "A bad record ended the session: restart the worker, and report it with this daemon's log.",
+    "session_failed": "The session is over: the worker attaches anew by itself; this daemon's log says why it ended.",
     "other": "The worker's log has the traceback.",
 }
 _MERGE_CURES: Final = {
     "unreadable": "Rows behind published block hashes are gone. `stagecache reset STAGE` makes the engine forget them.",
     "schema_mismatch": "A key changed its dtype or row shape. Declare it global if it is no per-token row.",
     "daemon_lost": "Hits need the daemon: requests with hits fail until it is back.",
-    "session_failed": "A bad record ended the session: restart the worker, and report it with this daemon's log.",
+    "session_failed": "The session is over: the worker attaches anew by itself; this daemon's log says why it ended.",
     "deadline": "The daemon lives but did not answer in time: look at record lag, and give it cores of its own.",
     "other": "The worker's log has the traceback.",
 }

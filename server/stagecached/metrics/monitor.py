@@ -126,7 +126,7 @@ class Monitor:
             self.totals.keep(fold_session(session, replica, time.monotonic_ns()))
             self._replicas.drop(session.session_id)
         elif event == "failed":
-            cure = "Restart the worker, and report it with this daemon's log."
+            cure = "The worker attaches anew by itself; report it with this daemon's log."
             self.journal.add("session failed", why, cure, where=f"{stage} #{replica}")
         if event in self._events:
             self._events[event] += 1

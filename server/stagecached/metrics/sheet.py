@@ -90,6 +90,8 @@ def _gauges(sheet: _Sheet[SessionFold]) -> None:
     add("stagecache_leases", _worker(Worker.LEASES))
     add("stagecache_oldest_lease_seconds", lambda fold: fold.lease_s)
     add("stagecache_deferred_bytes", _worker(Worker.DEFERRED_BYTES))
+    add("stagecache_copy_memory_bytes", _worker(Worker.PINNED_BYTES), "pinned")
+    add("stagecache_copy_memory_bytes", _worker(Worker.UNPINNED_BYTES), "unpinned")
     add("stagecache_survey_age_seconds", _survey_age)
 
 

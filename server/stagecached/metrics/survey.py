@@ -14,7 +14,8 @@ from typing import Final
 import numpy as np
 
 from stagecache_wire import presence as words
-from stagecached.keystore import KeyStore, classify
+from stagecached import keystore
+from stagecached.keystore import KeyStore
 from stagecached.metrics.fold import Presence, SessionFold
 from stagecached.segments import SessionSegments
 from stagecached.session import Session
@@ -87,19 +88,24 @@ class Survey:
 
 def count(store: KeyStore, segments: SessionSegments) -> Presence:
     """Slots of a key by presence, now."""
-    found, _ = classify(segments.slot_words, store.claims, segments.epoch_sequence)
-    rows = len(segments.slot_words)
-    present = rows - found.unknown - found.absent - found.pending
-    return Presence(present, found.absent, found.pending, found.unknown, 0.0)
+    return Presence(*keystore.count(segments.slot_words, store.claims, segments.epoch_sequence), 0.0)
 
 
 def pool_map(store: KeyStore, segments: SessionSegments, max_cells: int = MAX_CELLS) -> PoolMap:
-    """What is where in a key's pool, now."""
+    """What is where in a key's pool, now. In pieces of whole cells, see ``keystore.count``."""
     geometry = segments.geometry
     blocks, size = geometry.num_blocks, geometry.block_size
     step = -(-blocks // max_cells)
-    cells = -(-blocks // step)
-    slots, claims, epoch = segments.slot_words.copy(), store.claims.copy(), segments.epoch_sequence
+    found = PoolMap(blocks, step, [], [], [], [])
+    width = step * size * max(1, keystore.PIECE // (step * size))
+    for start in range(0, blocks * size, width):
+        slots, claims = segments.slot_words[start : start + width].copy(), store.claims[start : start + width].copy()
+        _map_piece(found, slots, claims, segments.epoch_sequence, step * size)
+    return found
+
+
+def _map_piece(found: PoolMap, slots: keystore.Words, claims: keystore.Words, epoch: int, width: int) -> None:
+    """Add the cells of some slots to a map. width: slots of a cell."""
     one, written = np.uint64(1), np.uint64(words.WRITTEN)
     in_epoch = slots > np.uint64(epoch << words.SLOT_SHIFT | words.LOST)
     held = in_epoch & (slots & one == 0)
@@ -108,14 +114,15 @@ def pool_map(store: KeyStore, segments: SessionSegments, max_cells: int = MAX_CE
     absent = held & (claimer < slots >> one)
     pending = held & ~absent & ~present & (claims & (written | np.uint64(words.FAILED)) == 0)
     newest = np.where(held, slots >> one, np.uint64(0))
-    starts = np.arange(cells, dtype=np.int64) * step * size
-    lengths = np.diff(np.append(starts, blocks * size))
+    starts = np.arange(0, len(slots), width, dtype=np.int64)
+    lengths = np.diff(np.append(starts, len(slots)))
 
     def percent(mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> list[int]:
         sums = np.add.reduceat(mask, starts, dtype=np.int64)
         # One slot of many is still seen: rounded up.
         return (-(-sums * 100 // lengths)).tolist()  # type: ignore[no-any-return]
 
-    return PoolMap(
-        blocks, step, percent(present), percent(absent), percent(pending), np.maximum.reduceat(newest, starts).tolist()
-    )
+    found.present.extend(percent(present))
+    found.absent.extend(percent(absent))
+    found.pending.extend(percent(pending))
+    found.newest.extend(np.maximum.reduceat(newest, starts).tolist())

@@ -13,7 +13,8 @@ from stagecached.metrics.catalog import Metric
 from stagecached.metrics.families import Sample
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-MAX_KEPT: Final = 50_000
+SPARE: Final = 256
+"""Heads of lines that are gone and still kept; some sessions' worth more than those shown begin the table anew."""
 
 
 class TextWriter:
@@ -25,18 +26,20 @@ class TextWriter:
     def write(self, families: Iterable[tuple[Metric, list[Sample]]]) -> str:
         """The exposition of all families, each with its help and type."""
         heads = self._heads
-        if len(heads) > MAX_KEPT:
-            heads.clear()
+        lines = 0
         parts: list[str] = []
         for metric, samples in families:
             name = metric.name
             parts.append(f"# HELP {name} {_escape_help(metric.help)}\n# TYPE {name} {metric.kind}\n")
+            lines += len(samples)
             for suffix, labels, value in samples:
                 key = (name, suffix, labels)
                 head = heads.get(key)
                 if head is None:
                     head = heads[key] = _head(metric, suffix, labels)
                 parts.append(f"{head}{value}\n")
+        if len(heads) > 2 * lines + SPARE:  # sessions came and went, each with lines of its own
+            heads.clear()
         return "".join(parts)
 
 

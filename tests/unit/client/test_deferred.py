@@ -35,7 +35,7 @@ class Log:
         self._page ^= 1
         return self._page
 
-    def append(self, record: Record) -> int:
+    def append(self, record: Record, *_: object) -> int:
         if self.append_error is not None:
             raise self.append_error
         record.sequence = 100 + len(self.records)

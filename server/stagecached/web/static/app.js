@@ -175,7 +175,7 @@ function renderSessions() {
   $("no-sessions").hidden = state.sessions.length > 0;
   setText($("socket-hint"), state.daemon.socket);
   const stages = new Set(state.sessions.map((session) => session.stage)).size;
-  setText($("sessions-sum"), state.sessions.length ? `${state.sessions.length} workers of ${stages} stage${stages > 1 ? "s" : ""}` : "");
+  setText($("sessions-sum"), state.sessions.length ? `${state.sessions.length} worker${state.sessions.length > 1 ? "s" : ""} of ${stages} stage${stages > 1 ? "s" : ""}` : "");
 }
 
 function renderScope() {
