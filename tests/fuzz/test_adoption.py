@@ -26,7 +26,7 @@ def judge(result: adoption_fuzz.Result, daemon: DaemonProcess) -> None:
 
 
 def test_mutated_leftovers_cost_their_own_session_at_most(fresh_daemon: DaemonProcess) -> None:
-    judge(adoption_fuzz.run(fresh_daemon, SEED, 2), fresh_daemon)
+    judge(adoption_fuzz.run(fresh_daemon, SEED, 1), fresh_daemon)
 
 
 @pytest.mark.soak

@@ -146,7 +146,7 @@ def test_many_mutated_handshakes_and_requests(daemon: DaemonProcess, capsys: pyt
     assert {name: size for name, size in grown.items() if size > GROWTH[name]} == {}
 
 
-@pytest.mark.parametrize("socket", ["peer", "http", "grpc"])
+@pytest.mark.parametrize("socket", [pytest.param("peer", marks=pytest.mark.soak), "http", "grpc"])
 def test_a_crowd_that_says_nothing_is_borne(daemon: DaemonProcess, socket: str) -> None:
     """Slow-loris: more connections than are served at once, each with a first byte and no more. Calls go on, no session
     is touched, and who comes after them is served: at once, or when their time is over.
