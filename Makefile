@@ -66,7 +66,7 @@ venv-omni-next: $(NEXT_STAMP) ## an environment for vLLM-Omni 0.32.0rc1 (2 GB)
 test-omni-next: $(NEXT_STAMP) ## tests/omni against vLLM-Omni 0.32.0rc1
 	$(NEXT_VENV)/bin/python -m pytest tests/omni $(PYTEST_ARGS)
 
-soak: $(STAMP) ## long random runs with kills
+soak: $(STAMP) ## long random runs: kills, fuzz, 30 minutes of load with faults (docs/reliability.md)
 	$(PYTEST) -m soak $(PYTEST_ARGS)
 
 bench: $(STAMP) ## the figures of docs/performance.md and of the block index, measured on this machine

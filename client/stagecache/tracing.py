@@ -120,6 +120,7 @@ class _StepTracer:
         self._flush()
         for name in _TRACED:  # They refer to the cache that holds them, and its mapping would outlive it.
             vars(self._cache).pop(name, None)
+        self._cache.on_renewed = lambda: None
         vars(self._cache.session.log).pop("append", None)
 
     def _consume(self, name: str, inner: Callable[..., Any], step_id: int, *more: Any) -> Any:

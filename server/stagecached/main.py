@@ -7,10 +7,14 @@ where it was stuck (``stagecached.watchdog``), 1 for anything else.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import sys
 from collections.abc import Sequence
+
+M_MMAP_THRESHOLD = -3
+"""Of malloc.h."""
 
 EXIT_BAD_SETTINGS = 2
 EXIT_CANNOT_START = 3
@@ -20,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a daemon until it is told to stop; returns the exit status."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy only copies here: no threads for a BLAS never called
+    _give_memory_back()
     _raise_file_limit()
     _import_structlog_alone()
     from stagecached.config import ConfigError, load
@@ -41,6 +46,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"stagecached: {error}", file=sys.stderr)
         return EXIT_CANNOT_START
     return 0
+
+
+def _give_memory_back() -> None:
+    """Have glibc return every block of 1 MiB and more to the kernel when it is freed. By itself it raises that limit to
+    the largest block that it ever saw, up to 32 MiB, and keeps such blocks in an arena a thread: a daemon that once
+    looked at a large pool or was sent a large message stayed that large (seen: 57 MiB instead of 44).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 def _raise_file_limit() -> None:

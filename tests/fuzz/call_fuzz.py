@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -292,8 +293,10 @@ class CallFuzz:
             raise Found(f"{method}: {code} without a reason: {error.details()}")
 
 
-def run(daemon: DaemonProcess, seed: int, count: int, *, look_every: int = 500) -> Result:
-    """Send ``count`` calls, with a bystander beside.
+def run(
+    daemon: DaemonProcess, seed: int, count: int, *, look_every: int = 500, looked: Callable[[], None] = lambda: None
+) -> Result:
+    """Send ``count`` calls, with a bystander beside. looked: called after each look at the bystander.
 
     Raises:
         Found: the first answer that must not be. WrongError: the bystander's rows.
@@ -304,6 +307,7 @@ def run(daemon: DaemonProcess, seed: int, count: int, *, look_every: int = 500) 
             fuzz.step()
             if index % look_every == 0:
                 beside.look()
+                looked()
         fuzz.settle()
         beside.look()
         beside.end()

@@ -10,20 +10,22 @@ from array import array
 from dataclasses import dataclass, field
 from random import Random
 
-from stagecache_wire.records import MODE_SHIFT, NO_PAGE, KeyMode, Kind
+from stagecache_wire.records import MODE_SHIFT, NO_PAGE, SAME_MODEL, KeyMode, Kind
 
-BEGIN, SAVE, LOST, FLUSH, FAIL, RESET, CLOSE_KEY = (int(kind) for kind in Kind)
+BEGIN, SAVE, LOST, FLUSH, FAIL, RESET, CLOSE_KEY, PUBLISH, FILL = (int(kind) for kind in Kind)
 ROWS, CLAIM, FAILED = (int(mode) for mode in KeyMode)
 
-KEYS, RUNS, CLAIMS, SPANS, SPAN_RUNS, GATHERS = range(6)
-WIDTHS = (1, 2, 1, 4, 2, 6)
-"""Numbers an item; of RUNS one with unit runs. A gather's u64 offset is two numbers, low and high."""
+KEYS, RUNS, CLAIMS, HASHES, SPANS, SPAN_RUNS, GATHERS = range(7)
+WIDTHS = (1, 2, 1, 8, 4, 2, 6)
+"""Numbers an item; of RUNS one with unit runs. A gather's u64 offset is two numbers, low and high, a hash
+eight."""
 
 
 @dataclass(frozen=True)
 class Bounds:
     """What numbers are held against. keys: bytes of a row by id of the open keys."""
 
+    num_blocks: int
     num_slots: int
     capacity: int
     depth: int
@@ -40,7 +42,7 @@ class Grown:
     page: int = NO_PAGE
     rows: int = 0
     unit: bool = False
-    sections: list[list[int]] = field(default_factory=lambda: [[], [], [], [], [], []])
+    sections: list[list[int]] = field(default_factory=lambda: [[] for _ in WIDTHS])
     name: str = ""
 
     def copy(self) -> Grown:
@@ -72,7 +74,9 @@ class Grown:
 
 def grow(rng: Random, bounds: Bounds, sequence: int) -> Grown:
     """A valid record for a log that is consumed up to ``sequence`` - 1, which is at least 2."""
-    kind = rng.choices((SAVE, BEGIN, FLUSH, LOST, FAIL, RESET, CLOSE_KEY), (8, 6, 4, 2, 2, 1, 1))[0]
+    kind = rng.choices((SAVE, BEGIN, FLUSH, LOST, FAIL, RESET, CLOSE_KEY, PUBLISH, FILL), (8, 6, 4, 2, 2, 1, 1, 2, 2))[
+        0
+    ]
     record = Grown(kind)
     if kind in (SAVE, LOST, FLUSH, FAIL):
         _runs(rng, bounds, record)
@@ -91,8 +95,13 @@ def grow(rng: Random, bounds: Bounds, sequence: int) -> Grown:
         record.page = rng.randrange(bounds.depth) if kind == FLUSH else rng.choice((0, NO_PAGE))
     elif kind == RESET:
         record.rows = rng.randint(1, 1 << 20)
+        record.page = rng.choice((SAME_MODEL, NO_PAGE))
     elif kind == CLOSE_KEY:
         record.sections[KEYS] = [rng.choice(sorted(bounds.keys)) | ROWS << MODE_SHIFT]
+    elif kind in (PUBLISH, FILL):
+        record.unit, record.rows = True, rng.randint(1, min(4, bounds.num_blocks))
+        record.sections[RUNS] = rng.sample(range(bounds.num_blocks), record.rows)
+        record.sections[HASHES] = [rng.randrange(1 << 32) for _ in range(8 * record.rows)]
     if kind == BEGIN or (kind == SAVE and rng.random() < 0.4):
         _gathers(rng, bounds, record)
     record.name = Kind(kind).name

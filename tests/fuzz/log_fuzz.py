@@ -119,6 +119,7 @@ class LogFuzz:
         self.result = Result(rules)
         geometry = segments.geometry
         self.bounds = Bounds(
+            geometry.num_blocks,
             geometry.num_slots,
             geometry.staging_capacity_tokens,
             geometry.staging_depth,
@@ -296,11 +297,14 @@ class LogFuzz:
     def _check_effect(self, case: Case, record: reference.Plain, before: dict[str, Any]) -> None:
         """Whatever changed is named by the record."""
         kind, slots = records.Kind(record.kind).name, np.array(sorted(record.slots), np.int64)
+        if kind == "FILL":  # this session is in no namespace, so what a FILL names becomes UNKNOWN
+            size = self.segments.geometry.block_size
+            slots = (slots[:, None] * size + np.arange(size)).reshape(-1)
         keys = {key for key, _ in record.keys}
         if kind == "CLOSE_KEY":
             return
         after = self._state()
-        allowed: dict[str, Any] = {"slots": slots if kind in ("SAVE", "LOST") else []}
+        allowed: dict[str, Any] = {"slots": slots if kind in ("SAVE", "LOST", "FILL") else []}
         allowed["arena"] = [
             at
             for span, key, _, offset in record.gathers

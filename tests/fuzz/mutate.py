@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from stagecache_wire.records import KEY_MASK
-from tests.fuzz.grown import CLAIMS, GATHERS, KEYS, RESET, RUNS, SPAN_RUNS, SPANS, WIDTHS, Bounds, Grown
+from tests.fuzz.grown import CLAIMS, GATHERS, HASHES, KEYS, RESET, RUNS, SPAN_RUNS, SPANS, WIDTHS, Bounds, Grown
 
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
 
@@ -66,7 +66,7 @@ def changed(rng: Random, value: int, edges: tuple[int, ...], limit: int) -> int:
 
 
 def number_in_section(rng: Random, record: Grown, bounds: Bounds) -> None:
-    index = rng.choice([index for index in range(6) if record.sections[index]] or [KEYS])
+    index = rng.choice([index for index in range(7) if record.sections[index]] or [KEYS])
     section = record.sections[index]
     if section:
         at = rng.randrange(len(section))
@@ -76,7 +76,7 @@ def number_in_section(rng: Random, record: Grown, bounds: Bounds) -> None:
 
 def near_a_limit(rng: Random, record: Grown, bounds: Bounds) -> None:
     """A number of a section becomes a limit of the geometry, or the next to it."""
-    limits = (bounds.num_slots, bounds.capacity, bounds.depth, bounds.max_results, len(bounds.keys))
+    limits = (bounds.num_slots, bounds.num_blocks, bounds.capacity, bounds.depth, bounds.max_results, len(bounds.keys))
     index = rng.choice([index for index in (RUNS, SPANS, SPAN_RUNS, GATHERS) if record.sections[index]] or [KEYS])
     section = record.sections[index]
     if section:
@@ -84,7 +84,7 @@ def near_a_limit(rng: Random, record: Grown, bounds: Bounds) -> None:
 
 
 def item_twice(rng: Random, record: Grown, bounds: Bounds) -> None:
-    index = rng.choice([index for index in range(6) if record.sections[index]] or [KEYS])
+    index = rng.choice([index for index in range(7) if record.sections[index]] or [KEYS])
     section, width = record.sections[index], _width(record, index)
     if section:
         at = rng.randrange(max(1, len(section) // width)) * width
@@ -92,7 +92,7 @@ def item_twice(rng: Random, record: Grown, bounds: Bounds) -> None:
 
 
 def item_gone(rng: Random, record: Grown, bounds: Bounds) -> None:
-    index = rng.choice([index for index in range(6) if record.sections[index]] or [KEYS])
+    index = rng.choice([index for index in range(7) if record.sections[index]] or [KEYS])
     section, width = record.sections[index], _width(record, index)
     if section:
         at = rng.randrange(max(1, len(section) // width)) * width
@@ -101,7 +101,7 @@ def item_gone(rng: Random, record: Grown, bounds: Bounds) -> None:
 
 def section_of_another(rng: Random, record: Grown, bounds: Bounds) -> None:
     """A section that the kind does not have, or has in another form."""
-    index = rng.randrange(6)
+    index = rng.randrange(7)
     if record.sections[index] and rng.random() < 0.5:
         record.sections[index] = []
     else:
@@ -109,7 +109,7 @@ def section_of_another(rng: Random, record: Grown, bounds: Bounds) -> None:
 
 
 def other_kind(rng: Random, record: Grown, bounds: Bounds) -> None:
-    record.kind = rng.randint(1, 7)
+    record.kind = rng.randint(1, 9)
 
 
 def other_rows(rng: Random, record: Grown, bounds: Bounds) -> None:
@@ -139,6 +139,8 @@ def runs_with_their_rows(rng: Random, record: Grown, bounds: Bounds) -> None:
         record.rows = (record.rows + length) & U64
         if record.sections[CLAIMS]:
             record.sections[CLAIMS].append(record.sections[CLAIMS][0])
+        if record.sections[HASHES]:
+            record.sections[HASHES] += record.sections[HASHES][:8]
 
 
 def unit_or_not(rng: Random, record: Grown, bounds: Bounds) -> None:

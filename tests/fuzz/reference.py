@@ -8,7 +8,21 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, field
 
-from tests.fuzz.grown import BEGIN, CLAIM, CLOSE_KEY, FAIL, FAILED, FLUSH, LOST, RESET, ROWS, SAVE, Bounds
+from tests.fuzz.grown import (
+    BEGIN,
+    CLAIM,
+    CLOSE_KEY,
+    FAIL,
+    FAILED,
+    FILL,
+    FLUSH,
+    LOST,
+    PUBLISH,
+    RESET,
+    ROWS,
+    SAVE,
+    Bounds,
+)
 
 
 @dataclass
@@ -35,12 +49,23 @@ def parse(words: list[int], payload: bytes) -> Plain | str:
     kind, flags, n_span_runs = words[1] & 0xFF, words[1] >> 8 & 0xFF, words[1] >> 16
     n_runs, n_keys = words[6] & 0xFFFFFFFF, words[6] >> 32
     n_spans, n_gathers = words[7] & 0xFFFFFFFF, words[7] >> 32
-    if not BEGIN <= kind <= CLOSE_KEY:
+    if not BEGIN <= kind <= FILL:
         return "kind"
     if flags > 1:
         return "flags"
+    if kind in (PUBLISH, FILL) and not flags:
+        return "blocks as runs of slots"
     claims = n_runs if kind in (FLUSH, FAIL) else 0
-    sizes = [4 * n_keys, (4 if flags else 8) * n_runs, 8 * claims, 16 * n_spans, 8 * n_span_runs, 24 * n_gathers]
+    hashes = 32 * n_runs if kind in (PUBLISH, FILL) else 0
+    sizes = [
+        4 * n_keys,
+        (4 if flags else 8) * n_runs,
+        8 * claims,
+        hashes,
+        16 * n_spans,
+        8 * n_span_runs,
+        24 * n_gathers,
+    ]
     if words[3] != len(payload) or sum(-(-size // 8) * 8 for size in sizes) != len(payload):
         return "sizes"
     record, at = Plain(kind, words[4], words[5]), 0
@@ -54,10 +79,10 @@ def parse(words: list[int], payload: bytes) -> Plain | str:
     else:
         record.runs = list(struct.iter_unpack("<II", parts[1]))
     record.claims = [claim for (claim,) in struct.iter_unpack("<Q", parts[2])]
-    record.spans = [item[:3] for item in struct.iter_unpack("<IIII", parts[3])]
-    record.span_runs = list(struct.iter_unpack("<II", parts[4]))
+    record.spans = [item[:3] for item in struct.iter_unpack("<IIII", parts[4])]
+    record.span_runs = list(struct.iter_unpack("<II", parts[5]))
     record.gathers = [
-        (span, key, result, offset) for span, key, result, _, offset in struct.iter_unpack("<IIIIQ", parts[5])
+        (span, key, result, offset) for span, key, result, _, offset in struct.iter_unpack("<IIIIQ", parts[6])
     ]
     return record
 
@@ -73,10 +98,18 @@ def fault(record: Plain, bounds: Bounds, sequence: int, epoch: int) -> str | Non
         total = sum(length for _, length in record.runs)
         if total != record.rows or total > (bounds.capacity if kind in (SAVE, FLUSH) else bounds.num_slots):
             return "rows"
+    elif kind in (PUBLISH, FILL):
+        blocks = [block for block, _ in record.runs]
+        if not blocks or max(blocks) >= bounds.num_blocks or len(set(blocks)) != len(blocks):
+            return "blocks"
+        if record.rows != len(blocks):
+            return "rows"
     elif record.runs:
         return "runs of a kind that has none"
     if kind == RESET and not epoch <= record.rows < 1 << 63:
         return "epoch"
+    if kind == RESET and record.page not in (0, (1 << 64) - 1):
+        return "page of a reset"
     ids = [key for key, _ in record.keys]
     wanted = {FLUSH: 1, FAIL: 1, CLOSE_KEY: 1, SAVE: len(ids)}.get(kind, 0)
     if len(ids) != wanted or len(set(ids)) != len(ids):

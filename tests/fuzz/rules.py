@@ -39,11 +39,14 @@ class Rules:
 
     def count_text(self, text: str) -> str:
         """Note by which rule this text of a daemon was said; its name, or "" where none says such a thing."""
-        for name, pattern in self._patterns.items():
-            if pattern.search(text):
-                self.counts[name] += 1
-                return name
-        return ""
+        found = [name for name, pattern in self._patterns.items() if pattern.search(text)]
+        if not found:
+            return ""
+        name = max(found, key=lambda name: len(self._patterns[name].pattern))  # "span slot 9 of 8" is no "slot 9 of 8"
+        for same in found:
+            if self._patterns[same].pattern == self._patterns[name].pattern:
+                self.counts[same] += 1
+        return name
 
     def count(self, error: BaseException) -> str:
         """Note by which rule this was refused; its name, or "" where it came from elsewhere."""

@@ -23,7 +23,7 @@ from tests.daemon_process import DAEMON, DaemonProcess, poll_until
 from tests.fuzz import call_fuzz
 from tests.fuzz.beside import Beside
 from tests.fuzz.sockets import crowd, exchange, http_bytes, peer_line
-from tests.soak.samples import process_figures
+from tests.soak.samples import Samples, process_figures, told
 
 CALLS = int(os.environ.get("STAGECACHE_FUZZ_CALLS", "100000"))
 SEED = int(os.environ.get("STAGECACHE_FUZZ_SEED", "1"))
@@ -63,15 +63,13 @@ def test_mutated_calls_are_answered_or_refused_with_a_reason(daemon: DaemonProce
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_a_hundred_thousand_mutated_calls(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    call_fuzz.run(daemon, SEED + 1, CALLS // 10)
-    warm = process_figures(daemon.pid)
-    result = call_fuzz.run(daemon, SEED, CALLS)
-    after = process_figures(daemon.pid)
-    grown = {name: after[name] - warm[name] for name in GROWTH}
+    samples = Samples()
+    result = call_fuzz.run(daemon, SEED, CALLS, looked=lambda: samples.note("daemon", process_figures(daemon.pid)))
+    trends = samples.trends("daemon")
     with capsys.disabled():
-        print(f"\n{result.told()}\nafter {CALLS // 10} calls of warm-up the daemon grew by {grown}")
+        print(f"\n{result.told()}\n" + "; ".join(told(name, found) for name, found in sorted(trends.items())))
     judge(result)
-    assert {name: size for name, size in grown.items() if size > GROWTH[name]} == {}
+    assert {name: trends[name] for name in GROWTH if trends[name].growth > GROWTH[name]} == {}
 
 
 def test_the_fuzz_notices_a_check_that_is_taken_out(tmp_path: Path) -> None:
@@ -146,7 +144,7 @@ def test_many_mutated_handshakes_and_requests(daemon: DaemonProcess, capsys: pyt
     assert {name: size for name, size in grown.items() if size > GROWTH[name]} == {}
 
 
-@pytest.mark.parametrize("socket", ["peer", "http", "grpc"])
+@pytest.mark.parametrize("socket", [pytest.param("peer", marks=pytest.mark.soak), "http", "grpc"])
 def test_a_crowd_that_says_nothing_is_borne(daemon: DaemonProcess, socket: str) -> None:
     """Slow-loris: more connections than are served at once, each with a first byte and no more. Calls go on, no session
     is touched, and who comes after them is served: at once, or when their time is over.

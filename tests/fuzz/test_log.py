@@ -20,7 +20,7 @@ from tests.fuzz.rules import raises, without_rule
 
 RECORDS = int(os.environ.get("STAGECACHE_FUZZ_RECORDS", "1000000"))
 SEED = int(os.environ.get("STAGECACHE_FUZZ_SEED", "1"))
-SHORT = 4000
+SHORT = 3000
 UNTIL_NOTICED = 20_000
 MIB = 1 << 20
 
@@ -52,7 +52,7 @@ def test_mutated_records_are_done_or_refused_as_they_must_be() -> None:
 
 def test_scribbled_words_fail_their_session_at_most() -> None:
     """Not the records alone: any word of the control segment that a worker can reach."""
-    became = scribble(SEED, 1000)
+    became = scribble(SEED, 600)
     assert min(became["done"], became["idle"], became["failed"]) > 0
 
 

@@ -28,6 +28,7 @@ def test_many_mutated_records_fail_their_sessions_and_no_other(
     result = wild.run(fresh_daemon, SEED, RECORDS)
     with capsys.disabled():
         print(f"\n{result.told()}")
-    unreachable = {name for name in result.rules.never if "records ahead" in name or "a claim can hold" in name}
-    assert set(result.rules.never) == unreachable, "words beside the record are scribbled on in test_log.py"
+    elsewhere = ("records ahead", "a claim can hold", "bytes for an arena")
+    unmet = [name for name in result.rules.never if not any(text in name for text in elsewhere)]
+    assert unmet == [], "words beside the record, and broad rows, are tried in test_log.py"
     assert "Traceback" not in fresh_daemon.log

@@ -54,6 +54,7 @@ class Victim:
             sizes.max_results,
         )  # fmt: skip
         self.bounds = Bounds(
+            geometry.num_blocks,
             geometry.num_slots,
             geometry.staging_capacity_tokens,
             geometry.staging_depth,

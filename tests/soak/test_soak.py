@@ -21,7 +21,7 @@ from tests.soak.samples import told
 
 SECONDS = float(os.environ.get("STAGECACHE_SOAK_S", "1800"))
 LEAKY = (sys.executable, "-m", "tests.soak.leaky")
-SHORT_S = 4.0
+SHORT_S = 2.0
 SHORT_SLACK = 6.0
 """After seconds a warm-up is not over; the controls leak more than this in as short a time."""
 
