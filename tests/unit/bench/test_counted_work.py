@@ -12,8 +12,8 @@ from stagecache.bench.measure import run_block
 from stagecache.bench.workloads import Decode
 from tests.daemon_process import DaemonProcess
 
-PYTHON_CALLS = 60
-C_CALLS = 76
+PYTHON_CALLS = 54
+C_CALLS = 71
 """Upper bounds for a decode step with one key; to be lowered with every gain."""
 PYTHON_CALLS_A_KEY = 8
 C_CALLS_A_KEY = 22
