@@ -30,8 +30,10 @@ SEED = int(os.environ.get("STAGECACHE_FUZZ_SEED", "1"))
 SHORT = 2000
 MIB = 1 << 20
 SETTINGS = ("--memory-budget", "256MiB", "--max-sessions", "12", "--shared-bytes", "8MiB")
-GROWTH = {"anonymous": 8 * MIB, "descriptors": 4, "threads": 8, "mappings": 0}
-"""Of a daemon over a long run, once it is warm; bytes and counts."""
+QUIET = {"anonymous": 8 * MIB, "descriptors": 4, "threads": 8, "mappings": 0}
+"""How much a daemon may grow over a long run, once it is warm, where no session comes or goes; bytes and counts."""
+GROWTH = {"anonymous": 8 * MIB, "descriptors": 40, "threads": 8, "mappings": 60}
+"""Where up to 12 sessions come and go: each leaves far more in 100,000 calls if it leaves one of anything."""
 
 
 @pytest.fixture(scope="module")
@@ -138,10 +140,10 @@ def test_many_mutated_handshakes_and_requests(daemon: DaemonProcess, capsys: pyt
         beside.look()
         beside.end()
         after = process_figures(daemon.pid)
-    grown = {name: after[name] - warm[name] for name in GROWTH}
+    grown = {name: after[name] - warm[name] for name in QUIET}
     with capsys.disabled():
         print(f"\nhandshakes {dict(answers)}\nHTTP {dict(statuses)}\nthe daemon grew by {grown}")
-    assert {name: size for name, size in grown.items() if size > GROWTH[name]} == {}
+    assert {name: size for name, size in grown.items() if size > QUIET[name]} == {}
 
 
 @pytest.mark.parametrize("socket", [pytest.param("peer", marks=pytest.mark.soak), "http", "grpc"])
