@@ -239,8 +239,9 @@ class StageCache:
             self._saver.flush_ended(plan.ended, plan.finished)
         if self._sharing is not None:
             self._sharing.begin(scheduler_output, plan)
-        if plan.hits and (self.session.away or not self._saver.epochs.unlogged):
-            self._saver.begin_hits(plan.hits)  # Behind something that the log does not know, nothing may be read.
+        # Behind something that the log does not know, nothing may be read; where nothing can be logged, this says why.
+        if plan.hits and (not self._saver.epochs.unlogged or self.session.away or self.session.has_ended()):
+            self._saver.begin_hits(plan.hits)
         self.counters.phase_ns["begin"] += time.perf_counter_ns() - begun
         if plan.error is not None:
             raise plan.error.again()
