@@ -67,14 +67,14 @@ def gathers_ride_on_the_next_save() -> Iterator[None]:
         if pairs:
             HitReader.logged(pairs, append(session, HitReader._record(pairs)))
 
-    def ride(self: Session, record: Record, **how: Any) -> int:
+    def ride(self: Session, record: Record, *where: Any, **how: Any) -> int:
         if record.kind in (Kind.RESET, Kind.LOST, Kind.CLOSE_KEY):
             alone(self, take(ripe, waiting))
         riding = take(ripe) if record.kind is Kind.SAVE else []
         if riding:
             carrier = HitReader._record(riding)
             record.spans, record.span_runs, record.gathers = carrier.spans, carrier.span_runs, carrier.gathers
-        sequence = append(self, record, **how)
+        sequence = append(self, record, *where, **how)
         HitReader.logged(riding, sequence)
         return sequence
 

@@ -21,6 +21,7 @@ from stagecache_wire.v1 import stagecache_pb2 as pb
 from tests.daemon_process import poll_until
 from tests.integration.metrics_kit import MiniEngine, get, metrics_daemon, url_of
 from tests.integration.programs import need
+from tests.integration.replica import Replica, hashes_of
 from tools import draw_dashboards
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +116,7 @@ def expressions() -> Iterator[tuple[str, str]]:
 
 QUIET = {
     "Failed sessions", "Waits", "Waits a second", "Leases", "Oldest lease", "Ways around a full arena", "Device clones",
-    "Garbage collection", "Age of the presence counts",
+    "Garbage collection", "Age of the presence counts", "Memory for copies from the device",
 }  # fmt: skip
 """Panels of node and stage that may show zeros under a steady load; no other may."""
 
@@ -140,13 +141,42 @@ def look_at_dashboards(url: str, folder: Path) -> None:
         assert noticed == uses_it != set()
 
 
+class Sharing:
+    """Two replicas of a stage that share blocks on a node with room for few."""
+
+    def __init__(self, socket: Path) -> None:
+        self._turn = 0
+        self._replicas = [Replica(socket, stage="replicas") for _ in range(2)]
+        for replica in self._replicas:
+            assert replica.join().on
+
+    def turn(self) -> None:
+        """One computes a prompt and publishes it, the other holds it, is filled with it, and hits."""
+        first, second = self._replicas
+        self._turn += 1
+        prompt = [1000 * self._turn + token for token in range(9)]
+        first.run(prompt, [0, 1, 2], publish=(0, 1))
+        first.consumed()
+        asked = pb.AcquireBlocksRequest(
+            request_ids=["r"], hashes=b"".join(hashes_of(prompt)) + b"?" * 32, span_blocks=[3], all=True
+        )
+        assert second.cache.session.rpc.acquire_blocks(asked, 5.0).held[0] == 2
+        second.run(prompt, [3, 4, 5], hit=8, fill=(0, 1))
+        second.consumed()
+
+    def close(self) -> None:
+        for replica in self._replicas:
+            replica.cache.close()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_real_prometheus_evaluates_every_rule_and_every_dashboard(tmp_path: Path) -> None:
     need("prometheus", package="prometheus")
-    with metrics_daemon(tmp_path) as daemon:
+    with metrics_daemon(tmp_path, "--shared-bytes", "16KiB") as daemon:
         target = url_of(daemon).removeprefix("http://").rstrip("/")
-        engines = [MiniEngine(daemon.socket, stage) for stage in ("thinker", "talker")]
+        engines: list[MiniEngine | Sharing] = [MiniEngine(daemon.socket, stage) for stage in ("thinker", "talker")]
+        engines.append(Sharing(daemon.socket))
         with scraping(tmp_path, target) as prometheus, Rpc(handshake(daemon.socket, "observer")) as observer:
 
             def work() -> None:
