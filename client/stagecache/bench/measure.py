@@ -108,6 +108,7 @@ def run_block(
     """Drive steps back to back, then compare all of their rows, outside of every figure."""
     block = BlockSample()
     kept = []
+    until_idle()  # The last block's rows were compared by threads that spin on for a while.
     before = resource.getrusage(resource.RUSAGE_SELF)
     daemon, engine = process_cpu_ns(daemon_pid), time.process_time_ns()
     for step in steps:
@@ -128,6 +129,11 @@ def run_block(
 def settle(contender: Contender, limit_s: float = 2.0) -> None:
     """Wait until the contender's other threads and processes have done what the steps left for them."""
     contender.quiet()
+    until_idle(limit_s)
+
+
+def until_idle(limit_s: float = 2.0) -> None:
+    """Wait until no thread of this process uses a CPU."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         spent = time.process_time_ns()
