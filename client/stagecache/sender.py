@@ -103,8 +103,8 @@ class LogSender:
             CallDeadlineError, DaemonLostError, SessionFailedError: too many records wait, and none goes.
         """
         longest = self._log.longest
-        sections = (record.keys, record.runs, record.claims, record.spans, record.span_runs, record.gathers)
-        if sum(section.nbytes + 8 for section in sections) > longest and (size := len(encode(record)[1])) > longest:
+        most = sum(section.nbytes + 8 for section in record.sections())
+        if most > longest and (size := len(encode(record)[1])) > longest:
             raise LogFullError(f"a record of {size} bytes does not fit the ring of {longest}")
         if self.head - self._log.head >= MOST_WAITING and (session := self._session()) is not None:
             session.wait(lambda: self.head - self._log.head < MOST_WAITING, QUEUE_TIMEOUT_S, "the sender", kind="log")

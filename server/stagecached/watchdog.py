@@ -145,7 +145,10 @@ class Watchdog:
     def _note_all(self, stuck: Mapping[str, float]) -> None:
         for session in self._sessions():
             if session.session_id in stuck and session.state is not State.ENDED:
-                self._note_stuck(session.session_id, session.segments.consumed + 1)
+                try:
+                    self._note_stuck(session.session_id, session.segments.consumed + 1)
+                except OSError as error:  # The next daemon does not know then; this one ends all the same.
+                    log.error("a stuck record cannot be noted", session=session.session_id, error=str(error))
 
     # --------------------------------------------------------------- event loop
 

@@ -499,6 +499,25 @@ def test_a_stopped_daemon_gives_shared_memory_back_and_one_that_keeps_sessions_k
     lock.release()
 
 
+@pytest.mark.parametrize("folder", ["namespaces", "sessions"])
+def test_a_join_that_cannot_be_noted_is_refused_and_may_be_tried_again(tmp_path: Path, folder: str) -> None:
+    with own_daemon(tmp_path, "--shared-bytes", "1MiB") as daemon:
+        worker = SharingWorker(daemon.socket)
+        notes = daemon.paths.sessions.with_name(folder)
+        notes.rename(notes.with_name("away"))
+        files = daemon.shm_files()
+        with pytest.raises(errors.StageCacheError, match=r"join of .* cannot be noted") as caught:
+            worker.join()
+        assert "df" in caught.value.remedy
+        if folder == "namespaces":
+            assert daemon.shm_files() == files
+        assert worker.share(1) == [pb.PUBLISH_STATE_NOT_JOINED]
+        notes.with_name("away").rename(notes)
+        assert worker.join().on
+        assert worker.share(1) == [pb.PUBLISH_STATE_STORED]
+        worker.close()
+
+
 def test_a_segment_that_no_manifest_names_is_swept(small: DaemonProcess) -> None:
     worker = SharingWorker(small.socket)
     try:

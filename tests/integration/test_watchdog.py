@@ -95,6 +95,23 @@ def test_consumer_that_stays_stuck_ends_the_daemon_and_the_next_one_loses_nothin
         load.close()
 
 
+def test_a_stuck_daemon_whose_run_directory_is_gone_ends_all_the_same(tmp_path: Path) -> None:
+    """It cannot note for the next daemon where it was stuck."""
+    with hooked(tmp_path, 1.0, "after_claim") as (daemon, stuck):
+        load = load_of(daemon, 6)
+        sessions = daemon.paths.sessions
+        sessions.rename(sessions.with_name("away"))
+        stuck.touch()
+        log_steps(load, 2)
+        assert daemon.ended() == EXIT_STUCK
+        assert "cannot be noted" in daemon.log
+        sessions.with_name("away").rename(sessions)
+        stuck.unlink()
+        daemon.start()
+        load.finish()
+        load.close()
+
+
 @pytest.mark.soak
 def test_record_that_two_daemons_were_stuck_in_costs_its_session_alone(tmp_path: Path) -> None:
     with hooked(tmp_path, 1.0, "after_claim") as (daemon, stuck):

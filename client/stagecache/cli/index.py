@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from stagecache.cli.app import SocketOption, TimeoutOption, _examples, app
+from stagecache.cli.app import SOCKET, SocketOption, TimeoutOption, _examples, app
 
 _Text = Optional[str]  # noqa: UP045  typer reads it at run time, on Python 3.10 too
 _File = Optional[Path]  # noqa: UP045
@@ -20,7 +20,7 @@ _File = Optional[Path]  # noqa: UP045
     )
 )
 def index(
-    socket: SocketOption,
+    socket: SocketOption = SOCKET,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, field names as on the wire.")] = False,
     timeout: TimeoutOption = 5.0,
 ) -> None:
@@ -38,7 +38,7 @@ def index(
     )
 )
 def lookup(
-    socket: SocketOption,
+    socket: SocketOption = SOCKET,
     tokens: Annotated[
         _File,
         typer.Option(

@@ -28,7 +28,8 @@ from stagecached import sweep
 from stagecached.background import Background
 from stagecached.budget import mib
 from stagecached.index import Namespace
-from stagecached.manifest import ManifestStore
+from stagecached.manifest import ManifestStore, NotDurableError
+from stagecached.refusal import not_durable
 from stagecached.session import Session
 from stagecached.shared.figures import IndexTotals
 from stagecached.shared.layout import SharedGeometry, fitting_blocks
@@ -114,27 +115,37 @@ class SharedBlocks:
         """Make the session a member, in place of what it was a member of; durable with its manifest.
 
         keys: the session's key id to schema, those that the namespace consists of.
+
+        Raises:
+            Refusal: it cannot be made durable; the session then is a member of nothing.
         """
         if not self.is_on:
             return DISABLED
         ordered = sorted(keys.items(), key=lambda item: item[1].name)
         async with self._creating:
             space = self._spaces.get(namespace.digest.hex())
-            if space is None:
-                schemas = tuple(KeySchema(key.name, key.dtype, key.row_shape) for _, key in ordered)
-                made = await asyncio.shield(self._background.keep(self._create(namespace, schemas)))
-                if isinstance(made, Off):
-                    return made
-                space = made
-            session.check_usable()
-            self._enter(session, space, {key_id: at for at, (key_id, _) in enumerate(ordered)})
+            try:
+                if space is None:
+                    schemas = tuple(KeySchema(key.name, key.dtype, key.row_shape) for _, key in ordered)
+                    made = await asyncio.shield(self._background.keep(self._create(namespace, schemas)))
+                    if isinstance(made, Off):
+                        return made
+                    space = made
+                session.check_usable()
+                self._enter(session, space, {key_id: at for at, (key_id, _) in enumerate(ordered)})
+            except NotDurableError as error:
+                raise not_durable(f"join of {session.label}", error) from error
         return space
 
     def _enter(self, session: Session, space: Space, key_ids: dict[int, int]) -> None:
         """A daemon that is killed in here leaves a session without a generation, which is no member."""
         self._quit(session)
-        session.manifest.namespace = space.namespace_id
-        self._session_manifests.save(session.manifest)
+        before, session.manifest.namespace = session.manifest.namespace, space.namespace_id
+        try:
+            self._session_manifests.save(session.manifest)
+        except NotDurableError:
+            session.manifest.namespace = before
+            raise
         membership = Membership(space.store, key_ids, space.store.base_generation, _noting(session))
         space.members[session.session_id] = membership
         session.segments.shared = membership

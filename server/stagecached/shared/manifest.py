@@ -15,7 +15,7 @@ from stagecache_wire.geometry import BadGeometryError, KeySchema
 from stagecached.files import write_atomically
 from stagecached.index import BlockIndexError, Namespace
 from stagecached.index import KeySchema as IndexedKey
-from stagecached.manifest import KeyEntry
+from stagecached.manifest import KeyEntry, NotDurableError
 from stagecached.shared.layout import SHARED_ABI, SharedGeometry
 
 VERSION: Final = 1
@@ -117,7 +117,14 @@ class NamespaceManifests:
         self._directory = directory
 
     def save(self, manifest: NamespaceManifest) -> None:
-        write_atomically(self._path(manifest.namespace_id), manifest.model_dump_json(indent=1))
+        """
+        Raises:
+            NotDurableError: it cannot be written.
+        """
+        try:
+            write_atomically(self._path(manifest.namespace_id), manifest.model_dump_json(indent=1))
+        except OSError as error:
+            raise NotDurableError(f"{self._directory} cannot be written: {error.strerror}") from error
 
     def remove(self, namespace_id: str) -> None:
         self._path(namespace_id).unlink(missing_ok=True)
