@@ -1,4 +1,4 @@
-"""Which stages may have a row cache (SEMANTICS G1, G2, G3): one function, one table of reasons.
+"""Which stages may have a row cache (docs/semantics.md, G1, G2, G3): one function, one table of reasons.
 
 :func:`check_stage` answers in one of three ways. It returns the stage's :class:`StageFacts` when the cache may be set
 up; it returns None when the stage simply has no cache (G1: prefix caching is off, or it pools); it raises

@@ -75,7 +75,9 @@ class Hit:
 
 
 class HitReader:
-    """Plans gathers and reads what came of them. ``plan`` and ``resolve`` on the engine thread; ``read`` on any."""
+    """Plans gathers and reads what came of them. ``plan``, ``records``, ``logged`` and ``spill`` on the engine thread;
+    ``read`` on any.
+    """
 
     def __init__(self, session: Session, arena: Arena, block_size: int, max_results: int) -> None:
         self._session = session

@@ -79,7 +79,9 @@ class Joined:
 
 
 class BlockSharing:
-    """Logs PUBLISH and FILL records of one session. Engine thread only."""
+    """Logs PUBLISH and FILL records of one session. Engine thread, but for the call of ``join_later``, which sets
+    ``_on`` and ``_namespace`` on a thread of its own.
+    """
 
     def __init__(self, session: Session, keys: KeyBook, epochs: Epochs) -> None:
         self._session = session

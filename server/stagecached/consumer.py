@@ -44,8 +44,9 @@ IDLE_SLICE_S: Final = 0.2
 class Consumer:
     """Works off one session's log on a thread of its own, and answers what was consumed.
 
-    It waits for nothing but its doorbell. It holds no lock while it works; ``_progress`` is taken only to wake
-    threads of this daemon that wait for a sequence.
+    It waits for its doorbell and, for moments, for the lock of a namespace of shared blocks, under which no rows are
+    copied. It holds no other lock while it works; ``_progress`` is taken only to wake threads of this daemon that wait
+    for a sequence.
     """
 
     warm_s = WARM_S

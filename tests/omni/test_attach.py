@@ -1,4 +1,4 @@
-"""When a runner attaches, as what, and what happens where it cannot (issue: gates, fallback, remembered keys)."""
+"""When a runner attaches, as what, and what happens where it cannot (gates, fallback, remembered keys)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calls of a step, as every manager of vLLM-Omni answers them (SEMANTICS S, W1, W2, W6, W7)."""
+"""The calls of a step, as every manager of vLLM-Omni answers them (docs/semantics.md, S, W1, W2, W6, W7)."""
 
 from __future__ import annotations
 

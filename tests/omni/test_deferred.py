@@ -1,4 +1,6 @@
-"""Keys whose rows wait on the device until a request ends, as every manager of vLLM-Omni keeps them (SEMANTICS W3)."""
+"""Keys whose rows wait on the device until a request ends, as every manager of vLLM-Omni keeps them
+(docs/semantics.md, W3).
+"""
 
 from __future__ import annotations
 

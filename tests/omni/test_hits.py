@@ -1,4 +1,4 @@
-"""What a prefix hit gets, as every manager of vLLM-Omni answers it (SEMANTICS H, R1, R2, R4)."""
+"""What a prefix hit gets, as every manager of vLLM-Omni answers it (docs/semantics.md, H, R1, R2, R4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which outputs are rows and which are passed on, as every manager of vLLM-Omni decides it (SEMANTICS K)."""
+"""Which outputs are rows and which are passed on, as every manager of vLLM-Omni decides it (docs/semantics.md, K)."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from stagecache.bench.attribution import WHOLE_STEP
 from stagecache.bench.contenders import NONE, OURS, peer_names
 from stagecache.bench.figures import CaseFigures
 from stagecache.bench.run import BenchResult
@@ -67,7 +68,11 @@ def _parts(cases: list[CaseFigures]) -> Any:
     """A bar a case, of our engine thread's parts one behind the other."""
     from matplotlib.figure import Figure
 
-    names = list(dict.fromkeys(name for case in cases for name in case.attribution if not name.startswith("daemon")))
+    names = list(
+        dict.fromkeys(
+            name for case in cases for name in case.attribution if name != WHOLE_STEP and not name.startswith("daemon")
+        )
+    )
     figure = Figure(figsize=(7.6, 1.6 + 0.34 * len(cases)), layout="constrained")
     axes = figure.subplots()
     left = [0.0] * len(cases)

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from stagecache.bench.attribution import WHOLE_STEP
 from stagecache.bench.contenders import NONE, OURS
 from stagecache.bench.figures import CaseFigures, Spread
 from stagecache.bench.lookups import HASHES
@@ -122,6 +123,13 @@ def _cost_table(workload: str, cases: list[CaseFigures]) -> Table:
     return table
 
 
+def _part(what: str, microseconds: float, case: CaseFigures) -> str:
+    whole = case.attribution.get(WHOLE_STEP, 0.0)
+    if not whole or what == WHOLE_STEP or what.startswith("daemon"):
+        return f"{what} {microseconds:.1f}"
+    return f"{what} {microseconds:.1f} = {microseconds / whole:.0%}"
+
+
 def _attribution_table(cases: list[CaseFigures]) -> Table:
     table = Table(title="Where our time goes, µs a step (clocks included), and bytes moved", title_justify="left")
     table.add_column("case")
@@ -129,7 +137,7 @@ def _attribution_table(cases: list[CaseFigures]) -> Table:
     table.add_column("KiB moved: engine + daemon", justify="right")
     table.add_column("fewest", justify="right")
     for case in cases:
-        parts = ", ".join(f"{what} {value:.1f}" for what, value in case.attribution.items() if value >= 0.05)
+        parts = ", ".join(_part(what, value, case) for what, value in case.attribution.items() if value >= 0.05)
         moved = case.moved_bytes
         table.add_row(
             f"{case.workload}: {case.label}",

@@ -1,4 +1,4 @@
-"""Settings of a diffusion stage's KV, and what is refused when the stage is set up (SEMANTICS G4).
+"""Settings of a diffusion stage's KV, and what is refused when the stage is set up (docs/semantics.md, G4).
 
 The names are those of vLLM-Omni's diffusion configuration, so that a stage's settings can be handed over as they are.
 """

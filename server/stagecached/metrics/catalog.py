@@ -182,16 +182,14 @@ def _keys() -> None:
 
 
 def _index() -> None:
-    """Shown by a daemon that has a block index."""
-    _metric(
-        "stagecache_index_blocks", "gauge", "Blocks of the index; cached ones may still be hit.", state=INDEX_STATES
-    )
-    _metric("stagecache_index_evictions_total", "counter", "Blocks whose content went.", cause=EVICTIONS)
-    _metric("stagecache_index_leases", "gauge", "Spans that are held.")
+    """Shown by a daemon that keeps shared blocks; names say index for their store."""
+    _metric("stagecache_index_blocks", "gauge", "Shared blocks; cached ones may still be hit.", state=INDEX_STATES)
+    _metric("stagecache_index_evictions_total", "counter", "Shared blocks whose content went.", cause=EVICTIONS)
+    _metric("stagecache_index_leases", "gauge", "Spans of shared blocks that are held.")
     _metric("stagecache_index_lookup_hashes_total", "counter", "Block hashes that were asked for.", result=LOOKUPS)
     _metric("stagecache_index_published_blocks_total", "counter", "Blocks that were to be kept.", outcome=PUBLISHES)
     _metric("stagecache_index_filled_blocks_total", "counter", "Shared blocks whose rows a session took.")
-    _metric("stagecache_index_bytes", "gauge", "Shared memory of the index, and its budget.", which=INDEX_BYTES)
+    _metric("stagecache_index_bytes", "gauge", "Shared memory of shared blocks, and its budget.", which=INDEX_BYTES)
 
 
 for _define in (_daemon, _session, _work, _trouble, _keys, _index):
