@@ -197,13 +197,17 @@ class StageCache:
         if session is None:
             return
         home = self._attachment(session, self._keys.renewed(session.open_key))
+        if self.session.watcher.reset_cause is not None:  # Nobody has followed it.
+            self._saver.epochs.model_may_differ = True
         namespace = self._saver.sharing.vouched
+        home.saver.epochs.follow_on(self._saver.epochs)
         if self.session.stream is not None:
             self.session.stream.retire()
         home.saver.epochs.begin_anew(self.session.epoch, ATTACHED_ANEW)
         with self._lock:
             self._use(home)
-        self._sharing = None
+        if self._sharing is not None:
+            self._sharing = home.saver.sharing  # Also where nothing is shared: fills named must be lost (W8).
         if namespace is not None:
             self.join_later(namespace)
         self.counters.renewals += 1
@@ -221,6 +225,19 @@ class StageCache:
             FailedWriteError: a deferred write failed earlier (W5); this step was noted all the same: save it.
         """
         begun = time.perf_counter_ns()
+        try:
+            plan = self._begin(scheduler_output)
+        except BaseException:
+            # An interrupt, or an output that cannot be read: which slots the step wrote may be in no plan (W8).
+            self._saver.epochs.unlogged = True
+            raise
+        self.counters.phase_ns["begin"] += time.perf_counter_ns() - begun
+        if plan.error is not None:
+            raise plan.error.again()
+        if self._saver.deferred.errors:
+            raise self._saver.deferred.take_error()
+
+    def _begin(self, scheduler_output: Any) -> StepPlan:
         self._abandon()
         if self._renewals.pending:
             self._take_session()
@@ -242,11 +259,7 @@ class StageCache:
         # Behind something that the log does not know, nothing may be read; where nothing can be logged, this says why.
         if plan.hits and (not self._saver.epochs.unlogged or self.session.away or self.session.has_ended()):
             self._saver.begin_hits(plan.hits)
-        self.counters.phase_ns["begin"] += time.perf_counter_ns() - begun
-        if plan.error is not None:
-            raise plan.error.again()
-        if self._saver.deferred.errors:
-            raise self._saver.deferred.take_error()
+        return plan
 
     def _abandon(self) -> None:
         """A step began and was never saved: its slots become UNKNOWN (W8)."""
@@ -274,8 +287,9 @@ class StageCache:
         Rows of hits that were gathered before stay good; steps saved before may still be materialized. The engine keeps
         its block hashes: hits on them fail from now on, unless its prefix cache is reset too (`stagecache reset`).
         """
-        logger.info("stagecache: new epoch of stage %s: %s", self.session.stage, cause or "asked for")
+        self._saver.epochs.unlogged = True
         self._saver.epochs.model_may_differ |= not same_model
+        logger.info("stagecache: new epoch of stage %s: %s", self.session.stage, cause or "asked for")
         epoch = self._saver.epochs.reset()
         self._export.refresh(len(self._steps))
         return epoch
@@ -297,7 +311,7 @@ class StageCache:
             StageCacheError: refused, or the daemon does not answer.
         """
         joined = self._saver.sharing.join(namespace)
-        self._sharing = self._saver.sharing if joined.on else None
+        self._sharing = self._saver.sharing  # Also where nothing is shared: fills that are named must be lost (W8).
         return joined
 
     def join_later(self, namespace: Namespace) -> None:
@@ -317,11 +331,15 @@ class StageCache:
         A block whose hash is not kept is UNKNOWN for every key: a hit on it raises UnreadableHitError. Engine thread;
         returns how many were logged; the others are UNKNOWN too.
         """
-        self._abandon()  # Before the blocks have a new tenant.
-        if self._renewals.pending:
-            self._take_session()
-        self._saver.epochs.follow(None)
-        return self._saver.sharing.fill(blocks)
+        try:
+            self._abandon()  # Before the blocks have a new tenant.
+            if self._renewals.pending:
+                self._take_session()
+            self._saver.epochs.follow(None)
+            return self._saver.sharing.fill(blocks)
+        except BaseException:
+            self._saver.epochs.unlogged = True
+            raise
 
     # ------------------------------------------------------------------- save
 

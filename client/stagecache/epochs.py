@@ -39,6 +39,10 @@ class Epochs:
         self._deferred = deferred
         self._counters = counters
 
+    def follow_on(self, old: Epochs) -> None:
+        """What the engine said of its epoch and model is known from the session before."""
+        self._engine_epoch, self._engine_model = old._engine_epoch, old._engine_model
+
     def begin_anew(self, epoch: int, cause: str) -> None:
         """The session is new, and the engine has published hashes of rows that it never got: the next step begins an
         epoch above ``epoch``, and the engine is asked to forget them.
@@ -94,6 +98,7 @@ class Epochs:
 
     def reset(self) -> int:
         """Begin a new epoch: nothing saved before is readable after (R5). Returns the epoch."""
+        self.unlogged = True  # Until it is logged, whatever interrupts it.
         self._deferred.drop_all()
         try:
             model = NO_PAGE if self.model_may_differ else SAME_MODEL

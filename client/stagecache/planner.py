@@ -27,6 +27,7 @@ class StepPlan:
     tokens: int
     ended: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
     hits: list[Hit] = field(default_factory=list)
     error: StageCacheError | None = None
     publish: Sequence[tuple[int, bytes]] = ()
@@ -94,6 +95,8 @@ class StepPlanner:
     def _comeback(
         self, plan: StepPlan, state: RequestState, blocks: list[int], computed: int, last_step_id: int, *, aligned: bool
     ) -> None:
+        if state.blocks[: len(blocks)] != blocks[: len(state.blocks)]:
+            plan.replaced.append(state.req_id)
         low = self._requests.comeback(state, blocks, computed, self._geometry.block_size, last_step_id)
         self._hit(plan, state, low, computed, aligned=aligned)
 

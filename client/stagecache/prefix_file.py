@@ -28,6 +28,8 @@ def read_tokens(path: Path, *, salt: str | None = None, lora: str | None = None)
     text = _text(path)
     try:
         value: Any = json.loads(text)
+    except RecursionError as error:
+        raise PrefixFileError(f"{path} is nested too deeply to be token ids.") from error
     except ValueError:
         value = [_number(word, path) for word in text.replace(",", " ").split()]
     fields: dict[str, Any] = (
@@ -65,6 +67,8 @@ def read_hashes(path: Path) -> pb.LookupBlocksRequest:
     text = _text(path)
     try:
         value: Any = json.loads(text)
+    except RecursionError as error:
+        raise PrefixFileError(f"{path} is nested too deeply to be hashes.") from error
     except ValueError:
         value = text.split()
     if not isinstance(value, list) or not value:
@@ -99,4 +103,8 @@ def _name(given: str | None, fields: dict[str, Any], what: str, path: Path) -> s
     value = fields.get(what) if given is None else given
     if value is not None and not isinstance(value, str):
         raise PrefixFileError(f"{path}: {what} is {value!r}, no text.")
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError as error:
+        raise PrefixFileError(f"{path}: {what} is {value!r}, no UTF-8.") from error
     return value or ""

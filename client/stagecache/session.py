@@ -21,6 +21,7 @@ from stagecache.errors import (
     AttachError,
     CallDeadlineError,
     DaemonLostError,
+    DaemonUnavailableError,
     GeometryError,
     SessionFailedError,
     StageCacheError,
@@ -183,6 +184,10 @@ class Session:
                 rpc.detach(RPC_TIMEOUT_S)
             rpc.close()
             lock.release(unlink=True)
+            if isinstance(error, (FileNotFoundError, DaemonLostError)):
+                raise DaemonUnavailableError(
+                    f"attach: the daemon at {socket} stopped right behind its answer: {error}."
+                ) from error
             if isinstance(error, StageCacheError) and not isinstance(error, AttachError):
                 raise AttachError(f"attach: {error}", reason=error.reason) from error
             raise
@@ -243,7 +248,10 @@ class Session:
 
     def _staged(self, answer: pb.OpenKeyResponse) -> StagedKey:
         schema = schema_from_wire(answer.key)
-        segment = shm.open_segment(answer.staging_segment)
+        try:
+            segment = shm.open_segment(answer.staging_segment)
+        except FileNotFoundError as error:
+            raise DaemonLostError(f"key {schema.name}: the daemon stopped right behind its answer") from error
         shm.prefault(segment)
         return StagedKey(answer.key_id, schema, segment, self.geometry)
 

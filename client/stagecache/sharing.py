@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
-from stagecache.errors import StageCacheError
+from stagecache.errors import DaemonLostError, StageCacheError
 from stagecache_wire.records import Kind, Record
 from stagecache_wire.v1 import stagecache_pb2 as pb
 
@@ -45,6 +46,10 @@ BLOCKS_A_RECORD: Final = 512
 """Most blocks of one record, so that none keeps the daemon from other work for long."""
 JOIN_TIMEOUT_S: Final = 120.0
 """The first session to join has the daemon prefault the namespace's memory, about a second a GiB."""
+
+
+JOIN_PAUSES_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Between tries of a join in the background that found no daemon."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,8 @@ class BlockSharing:
         self._on = False
         self._namespace: tuple[Namespace, int] | None = None
         self._held: dict[str, list[NamedBlock]] = {}
+        self._answer: Joined | None = None
+        """Of a join in the background, which the engine thread has not looked at."""
 
     @property
     def on(self) -> bool:
@@ -99,6 +106,13 @@ class BlockSharing:
     def join(self, namespace: Namespace) -> Joined:
         """See ``StageCache.join_namespace``."""
         self._namespace = namespace, self._epochs.model_resets
+        self._answer = None
+        joined = self._ask(namespace, self._session.log.head)
+        self._on = joined.on
+        return joined
+
+    def _ask(self, namespace: Namespace, sequence: int) -> Joined:
+        """Any thread."""
         answer = self._session.rpc.join_namespace(
             pb.JoinNamespaceRequest(
                 model_fingerprint=namespace.model_fingerprint,
@@ -106,11 +120,10 @@ class BlockSharing:
                 hash_seed=namespace.hash_seed,
                 dtype=namespace.dtype,
                 tensor_parallel_size=namespace.tensor_parallel_size,
-                sequence=self._session.log.head,
+                sequence=sequence,
             ),
             JOIN_TIMEOUT_S,
         )
-        self._on = answer.on
         return Joined(
             answer.on,
             answer.why,
@@ -131,29 +144,52 @@ class BlockSharing:
 
     def join_later(self, namespace: Namespace) -> None:
         """See ``StageCache.join_later``. Until the daemon has answered, blocks named are not kept, and fills miss."""
-        self._on = True
+        self._namespace = namespace, self._epochs.model_resets
+        self._on, self._answer = False, None
+        sequence = self._session.log.head
 
         def run() -> None:
-            try:
-                joined = self.join(namespace)
-                if not joined.on:
-                    logger.warning("stagecache: stage %s shares no blocks: %s", self._session.stage, joined.why)
-            except StageCacheError as error:
-                self._on = False
-                logger.warning("stagecache: stage %s shares no blocks: %s", self._session.stage, error)
+            for pause_s in JOIN_PAUSES_S:
+                try:
+                    joined = self._ask(namespace, sequence)
+                except DaemonLostError as error:  # Adopted by the next daemon, the session may still join.
+                    why: object = error
+                    if self._session.has_ended():
+                        break
+                    time.sleep(pause_s)
+                except StageCacheError as error:
+                    why = error
+                    break
+                else:
+                    self._answer, why = joined, joined.why
+                    if joined.on:
+                        return
+                    break
+            logger.warning("stagecache: stage %s shares no blocks: %s", self._session.stage, why)
 
         threading.Thread(target=run, name="stagecache-join", daemon=True).start()
+
+    def _joined(self) -> bool:
+        """Whether blocks are shared. What was answered in the background counts only where no reset came after it was
+        asked: the daemon may have done the RESET before the join (R5).
+        """
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            self._on = answer.on and self.vouched is not None
+        return self._on
 
     def begin(self, output: Any, plan: StepPlan) -> None:
         """What the scheduler output of a step says of shared blocks. Behind the flushes of requests that ended, before
         any gather of the step.
         """
-        if self._held:
-            for req_id in plan.ended:
-                self.publish(self._held.pop(req_id, ()))
         settled = self._ready(getattr(output, "stagecache_settled", None))
         if settled:
             self.publish(settled)
+        if self._held:  # Settled ones too: they may come with the output that says that their request is over.
+            for req_id in plan.replaced:
+                self._held.pop(req_id, None)  # Its blocks may have had other tenants since.
+            for req_id in plan.ended:
+                self.publish(self._held.pop(req_id, ()))
         blocks = getattr(output, "stagecache_fill", None)
         if blocks:
             self.fill(blocks)
@@ -173,7 +209,7 @@ class BlockSharing:
 
     def publish(self, blocks: Iterable[NamedBlock]) -> int:
         """Log which blocks are full, under which hashes; how many were logged. What cannot be logged is not shared."""
-        if not self._on or self._epochs.unlogged or self._keys.refused:
+        if not self._joined() or self._epochs.unlogged or self._keys.refused:
             return 0  # Rows of a refused key are nowhere: a block without them is not what the model gave.
         logged = 0
         for record in _records(Kind.PUBLISH, list(blocks)):
@@ -192,7 +228,7 @@ class BlockSharing:
         blocks = list(blocks)
         logged = 0
         try:
-            for record in _records(Kind.FILL, blocks) if self._on else ():
+            for record in _records(Kind.FILL, blocks) if self._joined() else ():
                 self._session.append(record)
                 logged += record.rows
         except StageCacheError:

@@ -144,3 +144,16 @@ def test_a_daemon_that_shares_nothing_says_how_it_would(tmp_path: Path) -> None:
         result = run("lookup", "--socket", daemon.socket, "--tokens", file(tmp_path, TOKENS))
         assert isinstance(result.exception, NoNamespaceError)
         assert "--shared-bytes" in str(result.exception)
+
+
+def test_a_file_nested_without_end_is_refused(tmp_path: Path) -> None:
+    for option, holds in (("--tokens", "token ids"), ("--hashes", "hashes")):
+        error = run("lookup", option, file(tmp_path, "[" * 100_000)).exception
+        assert isinstance(error, PrefixFileError)
+        assert f"too deeply to be {holds}" in str(error)
+
+
+def test_a_salt_that_is_no_utf_8_is_refused(tmp_path: Path) -> None:
+    error = run("lookup", "--tokens", file(tmp_path, TOKENS), "--salt", "\udcff").exception
+    assert isinstance(error, PrefixFileError)
+    assert "no UTF-8" in str(error)

@@ -39,7 +39,7 @@ SocketOption = Annotated[
 ]
 SOCKET: Final = Path(DEFAULT_SOCKET)
 """Where a daemon serves that was told nothing else."""
-TimeoutOption = Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds to wait for the daemon.")]
+TimeoutOption = Annotated[float, typer.Option("--timeout", min=0.1, max=86400, help="Seconds to wait for the daemon.")]
 
 
 def _examples(*lines: str) -> str:
