@@ -103,7 +103,7 @@ class StageCache:
         self._next_step_id = 1
         self._plan: StepPlan | None = None
         self._sharing: BlockSharing | None = None
-        """Once a namespace was joined."""
+        """Once a join was tried, also where nothing is shared."""
         self._renewals.watch(self._home)
 
     @classmethod
