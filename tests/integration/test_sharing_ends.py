@@ -212,11 +212,12 @@ def test_a_daemon_that_stops_behind_its_answer_costs_no_step(
     stopping_behind("open_key")
     _, rows = replica.run(PROMPT[:6], [0, 1])
     assert same(rows[CONTEXT.name], rows_of(CONTEXT, PROMPT, 0, 6))
+    # It would attach anew by itself, and could take the answer that is meant for the next one.
+    replica.cache.close()
     fresh_daemon.start()
     stopping_behind("attach")
     with pytest.raises(DaemonUnavailableError, match="right behind its answer"):
         Replica(fresh_daemon.socket)
-    replica.cache.close()
     fresh_daemon.start()
 
 
