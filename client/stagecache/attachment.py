@@ -47,6 +47,8 @@ class Attachment:
     ) -> None:
         geometry = session.geometry
         self.session = session
+        self.renewals = 0
+        """Sessions that the cache had before this one."""
         if isinstance(device, StreamDevice):
             session.stream = StreamPath(session, device)
         self.keys = keys

@@ -186,34 +186,45 @@ class StageCache:
     # ---------------------------------------------------------------- sessions
 
     def _use(self, home: Attachment) -> None:
-        self._home = home
         self.session = home.session
         self._arena, self._hits, self._keys = home.arena, home.hits, home.keys
         self._saver, self._export = home.saver, home.export
+        self._home = home  # Last: it says that all of them are the session's.
 
     def _take_session(self) -> None:
-        """Go on with the session that was attached in the background, where there is one. Engine thread."""
-        session = self._renewals.take()
+        """Go on with the session that was attached in the background, where there is one. Engine thread.
+
+        An interrupt may come anywhere in here: until ``watch`` has returned, the next step does all of it again.
+        """
+        session = self._renewals.session()
         if session is None:
             return
-        home = self._attachment(session, self._keys.renewed(session.open_key))
-        if self.session.watcher.reset_cause is not None:  # Nobody has followed it.
-            self._saver.epochs.model_may_differ = True
-        namespace = self._saver.sharing.vouched
-        home.saver.epochs.follow_on(self._saver.epochs)
-        if self.session.stream is not None:
-            self.session.stream.retire()
-        home.saver.epochs.begin_anew(self.session.epoch, ATTACHED_ANEW)
-        with self._lock:
-            self._use(home)
+        if self._home.session is not session:
+            self._change_to(session)
+        home = self._home
         if self._sharing is not None:
             self._sharing = home.saver.sharing  # Also where nothing is shared: fills named must be lost (W8).
-        if namespace is not None:
-            self.join_later(namespace)
-        self.counters.renewals += 1
+        home.saver.sharing.join_intended()
+        self.counters.renewals = home.renewals
         logger.warning("stagecache: stage %s is attached anew, as session %s", session.stage, session.session_id)
         self.on_renewed()
         self._renewals.watch(home)
+
+    def _change_to(self, session: Session) -> None:
+        """Nothing of the home of before changes that a second try would read, until the next one takes its place."""
+        old = self._home
+        home = self._attachment(session, old.keys.renewed(session.open_key))
+        home.renewals = old.renewals + 1
+        epochs = old.saver.epochs
+        if old.session.watcher.reset_cause is not None:  # Nobody has followed it.
+            epochs.model_may_differ = True
+        home.saver.epochs.follow_on(epochs)
+        home.saver.epochs.begin_anew(old.session.epoch, ATTACHED_ANEW)
+        home.saver.sharing.intend(old.saver.sharing.vouched)
+        if old.session.stream is not None:
+            old.session.stream.retire()
+        with self._lock:
+            self._use(home)
 
     # ------------------------------------------------------------ step begins
 
@@ -239,7 +250,7 @@ class StageCache:
 
     def _begin(self, scheduler_output: Any) -> StepPlan:
         self._abandon()
-        if self._renewals.pending:
+        if self._renewals.pending is not None:
             self._take_session()
         stream = self.session.stream
         if stream is not None and stream.sender.failures:
@@ -333,7 +344,7 @@ class StageCache:
         """
         try:
             self._abandon()  # Before the blocks have a new tenant.
-            if self._renewals.pending:
+            if self._renewals.pending is not None:
                 self._take_session()
             self._saver.epochs.follow(None)
             return self._saver.sharing.fill(blocks)
@@ -524,7 +535,7 @@ class StageCache:
         """
         if not self._closed:
             self._closed = True
-            self._renewals.stop()
+            self._renewals.stop(self._home)
             if self.session.stream is not None and not self.session.forked:
                 self.session.stream.close(DRAIN_S)
             self.session.close()

@@ -48,24 +48,30 @@ class LateCache:
         attach = partial(
             Session.attach, socket, model=model, stage=stage, geometry=geometry, keys=keys, rank=rank, engine=engine
         )
+        self._cache: StageCache | None = None
         self._attacher = Attacher(attach, f"stage {stage}", known=error)
         self._attacher.start()
 
     def take(self) -> StageCache | None:
-        """The cache, once; None while there is none. Engine thread, before ``new_step_starts``; never waits.
+        """The cache; None while there is none. Engine thread, before ``new_step_starts``; never waits.
 
         The engine has published hashes of rows that this cache never got: it begins a new epoch, and asks the engine to
-        forget them. Of requests that run already it gets the rows from here on.
+        forget them. Of requests that run already it gets the rows from here on. The same cache comes again until
+        whoever asks has it: an interrupt may keep it from him.
         """
-        session = self._attacher.take()
+        session = self._attacher.session
         if session is None:
             return None
-        cache = StageCache(session, self._view, ModelCachePolicy(), declared=self._declared, device=self._device)
-        cache.begin_late(self._model)
+        if self._cache is None:
+            self._cache = StageCache(
+                session, self._view, ModelCachePolicy(), declared=self._declared, device=self._device
+            )
+        cache = self._cache
         if self._namespace is not None:
             cache.join_later(self._namespace)
+        cache.begin_late(self._model)
         return cache
 
     def stop(self) -> None:
-        """Ask no more."""
+        """Ask no more. Not behind a ``take`` whose cache is in use."""
         self._attacher.stop()

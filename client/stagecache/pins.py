@@ -39,10 +39,16 @@ class Pins:
         weakref.finalize(self, _unregister_all, streams, self._held).atexit = False
 
     def add(self, memory: mmap.mmap, unit: int) -> bool:
-        """Pin a mapping. unit: bytes that one copy may touch; a chunk ends at a multiple of them. False: unpinned."""
+        """Pin a mapping. unit: bytes that one copy may touch; a chunk ends at a multiple of them. False: unpinned.
+
+        One that is held already stays as it is.
+        """
         size = len(memory)
         anchor = (ctypes.c_char * size).from_buffer(memory)
         address = ctypes.addressof(anchor)
+        with self._lock:
+            if address in self._held:
+                return bool(self._held[address].chunks)
         chunk = max(self._max_chunk // unit, 1) * unit
         done: list[int] = []
         try:
@@ -60,6 +66,9 @@ class Pins:
                 )
             self.cause = str(error)
             done = []
+        except BaseException:  # An interrupt: it is pinned by whoever tries again.
+            _unregister(self._streams, done)
+            raise
         with self._lock:
             self._held[address] = _Held(anchor, size, done)
             self._count()

@@ -1,7 +1,10 @@
 """Attaching in the background: a worker that found no daemon, or whose session is over, gets a session by itself.
 
 A thread of its own asks again and again, with jittered and growing pauses; the engine thread only looks whether a
-session has come (``Attacher.take``), and begins a new epoch with it at the next step.
+session has come (``Attacher.session``), and begins a new epoch with it at the next step.
+
+The engine thread may be interrupted anywhere (Ctrl-C). So a session that has come stays where it is until whoever takes
+it goes on with it; every part of taking it may be done twice, and the next step begins again where one was cut short.
 """
 
 from __future__ import annotations
@@ -39,40 +42,44 @@ class Attacher:
         known: an error that was told already.
 
     Attributes:
+        session: what was attached; None until then. It stays until ``stop``, so that it can be taken anew by a step
+            that was interrupted while it took it.
         last_error: why the last try failed.
     """
 
     def __init__(
         self, attach: Callable[[], Session], what: str, *, first_pause_s: float = 0.0, known: Exception | None = None
     ) -> None:
+        self.session: Session | None = None
         self.last_error = "" if known is None else _text_of(known)
         self._attach = attach
         self._what = what
         self._first_pause_s = first_pause_s
-        self._ready: Session | None = None
+        self._begun = False
         self._lock = threading.Lock()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="stagecache-attach", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        """Begin to ask, where that has not begun: it may be called again."""
+        if not self._begun:
+            threading.Thread(target=self._run, name="stagecache-attach", daemon=True).start()
 
-    def take(self) -> Session | None:
-        """The session, once; None while there is none. Never waits."""
-        if self._ready is None:
-            return None
-        with self._lock:
-            session, self._ready = self._ready, None
-        return session
+    def stop(self, taken: Session | None = None) -> None:
+        """Attach no more. A session that nobody took is given back, also one that is still being made.
 
-    def stop(self) -> None:
-        """Attach no more. A session that nobody took is given back, also one that is still being made."""
+        taken: a session that is somebody's by now.
+        """
         self._stopped.set()
-        session = self.take()
-        if session is not None:
+        with self._lock:
+            session, self.session = self.session, None
+        if session is not None and session is not taken:
             session.close(0.0)
 
     def _run(self) -> None:
+        with self._lock:
+            if self._begun:
+                return
+            self._begun = True
         unanswered = refused = 0
         pause_s = self._first_pause_s
         while not self._stopped.wait(pause_s * random.uniform(0.5, 1.5)):
@@ -96,7 +103,7 @@ class Attacher:
     def _hand_over(self, session: Session) -> None:
         with self._lock:
             if not self._stopped.is_set():
-                self._ready = session
+                self.session = session
                 return
         session.close(0.0)
 
@@ -114,39 +121,45 @@ def _text_of(error: Exception) -> str:
 
 class Renewals:
     """Attaches anew, in the background, whenever a session is over: the daemon was stopped, cannot adopt it, or met a
-    bad record. ``watch`` and ``take`` on the engine thread.
+    bad record. ``watch`` and ``session`` on the engine thread.
 
     Attributes:
-        pending: a session is over, and the next one has not been taken.
+        pending: who attaches, or has attached, the session after one that is over; None while none is, and again once
+            ``watch`` was told of the next. It alone says so, and one store changes it.
     """
 
     def __init__(self) -> None:
-        self.pending = False
+        self.pending: Attacher | None = None
         self._lock = threading.Lock()
-        self._attacher: Attacher | None = None
         self._short_lives = 0
         self._stopped = False
 
     def watch(self, home: Attachment) -> None:
-        """From now on this session's end begins a renewal; also where it has ended already."""
+        """Steps go on with this session: from now on its end begins a renewal; also where it has ended already.
+
+        May be called again. ``pending`` is cleared last, so that a step which was interrupted before is followed by one
+        that does it.
+        """
         home.session.watcher.when_over(partial(self._renew, weakref.ref(home)))
+        with self._lock:
+            if self.pending is not None and self.pending.session is home.session:
+                self.pending = None
 
-    def take(self) -> Session | None:
-        """The next session, once it is attached."""
-        attacher = self._attacher
-        session = attacher.take() if attacher is not None else None
-        if session is not None:
-            with self._lock:
-                self._attacher, self.pending = None, False
-        return session
+    def session(self) -> Session | None:
+        """The next session, once it is attached; the same again until ``watch`` was told of it."""
+        attacher = self.pending
+        if attacher is None:
+            return None
+        attacher.start()  # An interrupt may have come before.
+        return attacher.session
 
-    def stop(self) -> None:
-        """No renewal from here on."""
+    def stop(self, home: Attachment) -> None:
+        """No renewal from here on. home: whose session is in use; one that came and was not taken is given back."""
         with self._lock:
             self._stopped = True
-            attacher = self._attacher
+            attacher = self.pending
         if attacher is not None:
-            attacher.stop()
+            attacher.stop(home.session)
 
     def _renew(self, reference: weakref.ref[Attachment]) -> None:
         """Any thread; the watch's thread, as a rule."""
@@ -155,15 +168,15 @@ class Renewals:
             return
         session = home.session
         with self._lock:
-            if self._stopped or self._attacher is not None:
+            if self._stopped or (self.pending is not None and self.pending.session is not session):
                 return
             lived_s = time.monotonic() - session.attached_at
             self._short_lives = self._short_lives + 1 if lived_s < SHORT_LIFE_S else 0
             before = self._short_lives - 2
             pause_s = 0.0 if before < 0 else REFUSED_PAUSES_S[min(before, len(REFUSED_PAUSES_S) - 1)]
-            self._attacher = Attacher(partial(_attach_again, home), f"stage {session.stage}", first_pause_s=pause_s)
-            self.pending = True
-            self._attacher.start()
+            attacher = Attacher(partial(_attach_again, home), f"stage {session.stage}", first_pause_s=pause_s)
+            self.pending = attacher
+            attacher.start()
 
 
 def _attach_again(old: Attachment) -> Session:

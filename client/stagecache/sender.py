@@ -82,6 +82,9 @@ class LogSender:
         self._ahead: deque[_Item] = deque()
         self._give_up_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="stagecache-sender", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; whoever does sees to it that ``stop`` follows."""
         self._thread.start()
 
     @property
@@ -108,10 +111,13 @@ class LogSender:
             raise LogFullError(f"a record of {size} bytes does not fit the ring of {longest}")
         if self.head - self._log.head >= MOST_WAITING and (session := self._session()) is not None:
             session.wait(lambda: self.head - self._log.head < MOST_WAITING, QUEUE_TIMEOUT_S, "the sender", kind="log")
-        self.head += 1
-        record.sequence = self.head
+        record.sequence = self.head + 1
         # The trace that the record belongs to is in the context.
-        self._inbox.put(_Item(record, copies, writes, urgent, contextvars.copy_context()))
+        item = _Item(record, copies, writes, urgent, contextvars.copy_context())
+        try:
+            self._inbox.put(item)
+        finally:  # An interrupt right behind it changes nothing: the sequence is given.
+            self.head = record.sequence
         return record.sequence
 
     def track(self, copies: Copies) -> None:

@@ -97,6 +97,9 @@ class BlockSharing:
         self._held: dict[str, list[NamedBlock]] = {}
         self._answer: Joined | None = None
         """Of a join in the background, which the engine thread has not looked at."""
+        self._begun = False
+        """A thread has begun that join."""
+        self._lock = threading.Lock()
 
     @property
     def on(self) -> bool:
@@ -105,8 +108,7 @@ class BlockSharing:
 
     def join(self, namespace: Namespace) -> Joined:
         """See ``StageCache.join_namespace``."""
-        self._namespace = namespace, self._epochs.model_resets
-        self._answer = None
+        self.intend(namespace)
         joined = self._ask(namespace, self._session.log.head)
         self._on = joined.on
         return joined
@@ -144,11 +146,30 @@ class BlockSharing:
 
     def join_later(self, namespace: Namespace) -> None:
         """See ``StageCache.join_later``. Until the daemon has answered, blocks named are not kept, and fills miss."""
-        self._namespace = namespace, self._epochs.model_resets
-        self._on, self._answer = False, None
+        if self.vouched != namespace:
+            self.intend(namespace)
+        self.join_intended()
+
+    def intend(self, namespace: Namespace | None) -> None:
+        """The model is what ``namespace`` names, and nothing was asked yet."""
+        self._namespace = None if namespace is None else (namespace, self._epochs.model_resets)
+        self._on, self._answer, self._begun = False, None, False
+
+    def join_intended(self) -> None:
+        """Join, on a thread of its own, what was intended and is still the model's; once, however often it is called.
+
+        A second join would take back a reset that the daemon did after the first (R5).
+        """
+        namespace, intended = self.vouched, self._namespace
+        if namespace is None or self._begun:
+            return
         sequence = self._session.log.head
 
         def run() -> None:
+            with self._lock:
+                if self._begun or self._namespace is not intended:
+                    return
+                self._begun = True
             for pause_s in JOIN_PAUSES_S:
                 try:
                     joined = self._ask(namespace, sequence)

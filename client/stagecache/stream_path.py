@@ -25,12 +25,13 @@ class StreamPath:
         """Pins arena and staging pages, and starts the sender: from here on it appends to the session's log."""
         self.device = device
         self.sender = LogSender(session, device.streams)
+        weakref.finalize(self, self.sender.stop)
+        self.sender.start()
         self._memory = [session.control.arena_segment.map]
         device.pins.add(self._memory[0], len(self._memory[0]))
         for key in session.keys:
             self.opened(key)
         device.on_sealed = self.sender.track
-        weakref.finalize(self, self.sender.stop)
 
     def opened(self, key: StagedKey) -> None:
         """A key of the session: its pages are pinned."""

@@ -78,10 +78,11 @@ class _StepTracer:
             setattr(cache, name, functools.wraps(inner)(functools.partial(getattr(self, name), inner)))
 
     def _trace_log(self) -> None:
-        """Follow the cache to the log of its session."""
+        """Follow the cache to the log of its session; may be called again."""
         log = self._cache.session.log
-        self._append = log.append
-        log.append = self._traced_append  # type: ignore[method-assign]
+        if "append" not in vars(log):
+            self._append = log.append
+            log.append = self._traced_append  # type: ignore[method-assign]
         self._about["stagecache.session"] = self._cache.session.session_id
 
     def new_step_starts(self, inner: Callable[[Any], None], scheduler_output: Any) -> None:

@@ -1,22 +1,14 @@
-"""A materialize that is interrupted anywhere, as Ctrl-C does it: pages, extents, entries and request rows come back.
-
-The interrupt is raised by a trace function, at each instruction where CPython looks for signals: after a call, at a
-function's beginning and at a jump backwards, in every frame of this package.
-"""
+"""A materialize that is interrupted anywhere, as Ctrl-C does it: pages, extents, entries and request rows come back."""
 
 from __future__ import annotations
 
-import dis
 import gc
-import sys
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 import torch
 
-import stagecache
 from stagecache import StageCache
 from stagecache.arena import Arena
 from stagecache.entries import Entries
@@ -24,55 +16,7 @@ from stagecache.pages import PageUse
 from stagecache.step import NewRequest, SchedulerStep
 from tests.integration.test_session_ends import prefill
 from tests.integration.test_worked_example import GEOMETRY, OneRequest
-
-PACKAGE = stagecache.__path__[0]
-
-_points: dict[CodeType, frozenset[int]] = {}
-
-
-def points_of(code: CodeType) -> frozenset[int]:
-    """Offsets of instructions before which a signal may be handled."""
-    found = _points.get(code)
-    if found is None:
-        offsets, before = set(), ""
-        for instruction in dis.get_instructions(code):
-            if before.startswith(("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")):
-                offsets.add(instruction.offset)
-            before = instruction.opname
-        found = _points[code] = frozenset(offsets)
-    return found
-
-
-class Interrupter:
-    """Raises at the ``nth`` point; counts them all where ``nth`` is 0."""
-
-    def __init__(self, nth: int) -> None:
-        self.nth, self.seen = nth, 0
-        self.where = ""
-
-    def trace(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return None
-        frame.f_trace_opcodes = True
-        frame.f_trace_lines = False
-        if event == "opcode" and frame.f_lasti in points_of(frame.f_code):
-            self.seen += 1
-            if self.seen == self.nth:
-                self.where = f"{frame.f_code.co_filename[len(PACKAGE) :]}:{frame.f_lineno} {frame.f_code.co_name}"
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self.trace
-
-    def run(self, call: Callable[[], object]) -> bool:
-        """Whether it was interrupted."""
-        sys.settrace(self.trace)
-        try:
-            call()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(None)
-        return False
+from tests.interrupts import Interrupter
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def step_without_requests(replica: Replica, **attributes: Any) -> None:
 def next_session_is_there(replica: Replica) -> None:
     """It waits to be taken by the next step."""
     renewals = replica.cache._renewals
-    poll_until(lambda: renewals._attacher is not None and renewals._attacher._ready is not None, "another session")
+    poll_until(lambda: renewals.pending is not None and renewals.pending.session is not None, "another session")
 
 
 def shares(replica: Replica) -> bool:

@@ -50,8 +50,7 @@ def test_pauses_grow_are_jittered_and_longer_where_a_daemon_refuses(monkeypatch:
     ratios = [pause / base for pause, base in zip(pauses, expected, strict=True)]
     assert all(0.5 <= ratio <= 1.5 for ratio in ratios)
     assert len(set(ratios)) > 1, "workers of a node must not ask in step"
-    assert attacher.take() is tries.session
-    assert attacher.take() is None
+    assert attacher.session is tries.session
 
 
 def test_each_reason_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -75,4 +74,4 @@ def test_a_session_that_nobody_takes_is_given_back(monkeypatch: pytest.MonkeyPat
     attacher._stopped.set()
     attacher._hand_over(late.session)
     assert late.closed == [0.0]
-    assert attacher.take() is None
+    assert attacher.session is None
