@@ -129,6 +129,7 @@ class SharedBlocks:
                     schemas = tuple(KeySchema(key.name, key.dtype, key.row_shape) for _, key in ordered)
                     made = await asyncio.shield(self._background.keep(self._create(namespace, schemas)))
                     if isinstance(made, Off):
+                        self.totals.note("refused")
                         return made
                     space = made
                 session.check_usable()
@@ -211,6 +212,7 @@ class SharedBlocks:
         except shm.ShmFullError as error:
             return Off(f"shared blocks need {mib(error.needed)} MiB, /dev/shm has {mib(error.free)} MiB free.")
         space = self._spaces[manifest.namespace_id] = Space.of(manifest, store)
+        self.totals.note("made")
         log.info(
             "namespace made",
             namespace=space.namespace_id[:16],
@@ -266,21 +268,24 @@ class SharedBlocks:
                 store = self._make_store(
                     SharedSegment.open(segment_name(self._node, namespace_id), manifest.geometry())
                 )
-                blocks = rebuild(store)
+                blocks, dropped = rebuild(store)
                 space = Space.of(manifest, store)
                 space.leases.recover()
             except (NamespaceManifestError, SegmentMismatchError) as error:
                 log.warning("namespace is given up", namespace=namespace_id[:16], why=str(error))
                 self._manifests.remove(namespace_id)
+                self.totals.note("given_up")
                 continue
             store.settled = False
             self._spaces[namespace_id] = space
             kept.add(store.segment.name)
+            self.totals.note("recovered", blocks, dropped)
             log.info(
                 "namespace recovered",
                 namespace=namespace_id[:16],
                 stage=manifest.stage,
                 blocks=blocks,
+                dropped=dropped,
                 owners=len(space.leases.owners()),
                 took_s=round(time.monotonic() - started, 3),
             )
