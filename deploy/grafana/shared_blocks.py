@@ -104,7 +104,7 @@ def shared_blocks(board: Board) -> None:
         "none",
         *(
             (f"sum by (instance, stage, namespace) (stagecache_namespace_{name}{{{NODE}}})", title)
-            for name, title in (("members", "sessions"), ("leases", "leases"), ("bytes", "bytes"))
+            for name, title in (("members", "sessions"), ("leases", "leases"), ("bytes", "bytes"), ("locked", "locked"))
         ),
         w=16,
         h=7,

@@ -80,7 +80,7 @@ class Scrapes:
         moved: dict[str, bool] = {}
         for series, low in self.low.items():
             name, pairs = series
-            if not name.startswith("stagecache_") or name.endswith("_bucket") or name == "stagecache_key_locked":
+            if not name.startswith("stagecache_") or name.endswith(("_bucket", "_locked")):
                 continue  # the limit of the machine decides what is locked
             labels = {label: value for label, value in pairs if label not in NAMED}
             title = f"{name}{labels}"

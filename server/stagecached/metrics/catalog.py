@@ -212,6 +212,7 @@ def _namespaces() -> None:
     _metric("stagecache_namespace_members", "gauge", "Sessions that have joined.", NAMESPACE)
     _metric("stagecache_namespace_leases", "gauge", "Spans of its blocks that are held.", NAMESPACE)
     _metric("stagecache_namespace_bytes", "gauge", "Shared memory of the namespace.", NAMESPACE)
+    _metric("stagecache_namespace_locked", "gauge", "1 where the namespace's memory is locked.", NAMESPACE)
     _metric("stagecache_namespace_oldest_seconds", "gauge", "Since the block that is evicted next was used.", NAMESPACE)
     _metric("stagecache_namespace_blocks", "gauge", "Its blocks; cached ones may still be hit.", NAMESPACE,
             state=INDEX_STATES)  # fmt: skip

@@ -128,6 +128,7 @@ def _of_one(
     yield "stagecache_namespace_members", named, len(space.members)
     yield "stagecache_namespace_leases", named, leases
     yield "stagecache_namespace_bytes", named, space.total_bytes
+    yield "stagecache_namespace_locked", named, int(space.store.segment.locked)
     yield "stagecache_namespace_oldest_seconds", named, _oldest_s(space, now_s)
     yield from _each("stagecache_namespace_blocks", INDEX_STATES, "", counts, *named)
     yield from _each("stagecache_namespace_lookup_hashes_total", LOOKUPS, "hashes ", totals, *named)
