@@ -55,6 +55,10 @@ threads, calls and page cache."""
 PAGE_TABLE_SHARE: Final = 256
 """One byte of kernel memory for so many of shared memory: page tables (1/512) and tmpfs's own trees."""
 
+SHARED_HEADER_BYTES: Final = 64
+"""Of each shared block, beside its rows (``stagecached.shared.layout.BLOCK_WORDS``)."""
+
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 _KEY: Final = re.compile(r"(?P<name>.+?):(?P<dtype>[a-z]\w*)(:(?P<shape>\d+(x\d+)*))?")
 
 
@@ -194,10 +198,32 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
+class SharedPlan:
+    """Blocks that replicas of a stage share: ``--shared-bytes`` in ``--shared-namespaces`` equal parts.
+
+    total_bytes: of all namespaces together; they come beside the budget of sessions.
+    """
+
+    total_bytes: int = 0
+    namespaces: int = 1
+
+    @property
+    def namespace_bytes(self) -> int:
+        return self.total_bytes // self.namespaces
+
+    def blocks(self, stage: StagePlan) -> int:
+        """Blocks of a stage that its namespace has room for, but for the rounding of each key's rows to whole pages."""
+        block_bytes = stage.geometry.block_size * sum(key.schema.row_bytes for key in stage.keys)
+        room = self.namespace_bytes - PAGE * (2 + len(stage.keys))
+        return max(room // (block_bytes + SHARED_HEADER_BYTES), 0) if stage.keys else 0
+
+
+@dataclass(frozen=True)
 class DeploymentPlan:
     """Bytes of a node's daemon. All stages given run on that node."""
 
     stages: tuple[StagePlan, ...]
+    shared: SharedPlan = SharedPlan()
 
     @property
     def sessions(self) -> int:
@@ -210,13 +236,13 @@ class DeploymentPlan:
 
     @property
     def locked_bytes(self) -> int:
-        """The least RLIMIT_MEMLOCK of the daemon with which all of that is locked."""
-        return sum(stage.locked_bytes * stage.spec.sessions for stage in self.stages)
+        """The least RLIMIT_MEMLOCK of the daemon with which all of that, and the shared blocks, is locked."""
+        return sum(stage.locked_bytes * stage.spec.sessions for stage in self.stages) + self.shared.total_bytes
 
     @property
     def shm_bytes(self) -> int:
         """The least size of /dev/shm, with ``--memory-budget`` set and nobody else in it."""
-        return self.total_bytes + self.sessions * DOORBELL_BYTES + LOCK_BYTES
+        return self.total_bytes + self.shared.total_bytes + self.sessions * DOORBELL_BYTES + LOCK_BYTES
 
     @property
     def shm_bytes_default_budget(self) -> int:
@@ -226,7 +252,7 @@ class DeploymentPlan:
     @property
     def container_bytes(self) -> int:
         """A memory limit that fits the daemon: shared memory is charged to whom it was given first, the daemon."""
-        return self.shm_bytes + self.total_bytes // PAGE_TABLE_SHARE + PROCESS_BYTES
+        return self.shm_bytes + (self.total_bytes + self.shared.total_bytes) // PAGE_TABLE_SHARE + PROCESS_BYTES
 
     def as_dict(self) -> dict[str, Any]:
         """Every number, for JSON."""
@@ -237,6 +263,12 @@ class DeploymentPlan:
             "shm_bytes": self.shm_bytes,
             "shm_bytes_default_budget": self.shm_bytes_default_budget,
             "container_bytes": self.container_bytes,
+            "shared": {
+                "total_bytes": self.shared.total_bytes,
+                "namespaces": self.shared.namespaces,
+                "namespace_bytes": self.shared.namespace_bytes,
+                "blocks": {stage.spec.name: self.shared.blocks(stage) for stage in self.stages},
+            },
             "stages": [_stage_dict(stage) for stage in self.stages],
         }
 
@@ -273,15 +305,34 @@ def _stage_dict(stage: StagePlan) -> dict[str, Any]:
     }
 
 
-def plan_deployment(stages: Sequence[StageSpec]) -> DeploymentPlan:
+def parse_bytes(text: str) -> int:
+    """Bytes of ``4GiB``, ``512M`` or ``1073741824``, as the daemon reads them; 0 is none.
+
+    Raises:
+        PlanError: no such size. A share of /dev/shm is none here: its size is what the plan tells.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise PlanError(f"{text!r} is no size.", remedy="Write 4GiB, 512M or a number of bytes.")
+    return int(float(match[1]) * (1 << 10 * " kmgt".index((match[2] or " ").lower())))
+
+
+def plan_deployment(stages: Sequence[StageSpec], shared: SharedPlan = SharedPlan()) -> DeploymentPlan:
     """What a node with these stages takes.
 
     Raises:
-        PlanError: no stage, or a size outside its range.
+        PlanError: no stage, a size outside its range, or shared blocks of which a stage's namespace has room for none.
     """
     if not stages:
         raise PlanError("there is no stage to plan.", remedy="Name one with --num-blocks and --key, or give a file.")
-    return DeploymentPlan(tuple(plan_stage(stage) for stage in stages))
+    plan = DeploymentPlan(tuple(plan_stage(stage) for stage in stages), shared)
+    for stage in plan.stages:
+        if shared.total_bytes and stage.keys and not shared.blocks(stage):
+            raise PlanError(
+                f"stage {stage.spec.name}: a namespace of {shared.namespace_bytes:,} bytes has no room for a block.",
+                remedy="Raise --shared-bytes, or lower --shared-namespaces.",
+            )
+    return plan
 
 
 def plan_stage(spec: StageSpec) -> StagePlan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from board import BAD, FULL, INSTANCE, NODE, SOURCE, Board, a_step, quantile, rate, ratio
+from shared_blocks import shared_blocks
 
 
 def node() -> Board:
@@ -148,44 +149,7 @@ def node() -> Board:
         "bytes",
         (f"sum by (kind) (stagecache_daemon_memory_bytes{{{NODE}}})", "{{kind}}"),
     )
-    board.row("Shared blocks")
-
-    def asked(result: str = "") -> str:
-        return rate("stagecache_index_lookup_hashes_total", NODE, more=f'result="{result}"' if result else "")
-
-    board.panel(
-        "timeseries",
-        "Blocks",
-        "Held ones are leased, read or being copied; cached ones may be evicted.",
-        "short",
-        (f"sum by (state) (stagecache_index_blocks{{{NODE}}})", "{{state}}"),
-        (f"sum(stagecache_index_leases{{{NODE}}})", "leases"),
-        stack=True,
-    )
-    board.panel(
-        "timeseries",
-        "Hit ratio",
-        "Of the block hashes that schedulers and tools asked for.",
-        "percentunit",
-        (f"{asked('hit')} / {asked()}", "hit"),
-        max=1,
-    )
-    board.panel(
-        "timeseries",
-        "Blocks in, out and gone",
-        "Blocks a second: published, taken by sessions, evicted.",
-        "ops",
-        (rate("stagecache_index_published_blocks_total", NODE, "outcome"), "published: {{outcome}}"),
-        (rate("stagecache_index_filled_blocks_total", NODE), "filled"),
-        (rate("stagecache_index_evictions_total", NODE, "cause"), "evicted: {{cause}}"),
-    )
-    board.panel(
-        "timeseries",
-        "Shared memory of the index",
-        "What namespaces take, and the budget.",
-        "bytes",
-        (f"sum by (which) (stagecache_index_bytes{{{NODE}}})", "{{which}}"),
-    )
+    shared_blocks(board)
     board.row("Daemon")
     board.panel(
         "timeseries",

@@ -12,9 +12,8 @@ from stagecache_wire import layout, shm
 from stagecache_wire.geometry import Geometry, KeySchema, key_bytes, table_bytes
 from stagecache_wire.layout import ControlLayout
 from stagecache_wire.names import SessionNames
-from stagecached import memory_limits
-from stagecached.budget import mib
 from stagecached.keystore import KeyStore, adopt_key, create_key
+from stagecached.memlock import tell_not_locked
 from stagecached.shared.membership import Membership
 
 Progress = Callable[[str, int, int], None]
@@ -209,16 +208,8 @@ class SessionSegments:
     def _lock(self, store: KeyStore) -> None:
         store.locked = all(shm.lock_memory(segment) for segment in store.segments())
         if not store.locked:
-            room = memory_limits.memlock_room()
-            (log.warning if room.swap else log.info)(
-                "key is not locked in memory",
-                session=self.names.session_id,
-                key=store.schema.name,
-                needed_mib=mib(key_bytes(self.geometry, store.row_bytes)),
-                rlimit_memlock_mib=mib(room.limit_bytes),
-                locked_mib=mib(room.locked_bytes),
-                remedy=memory_limits.MEMLOCK_REMEDY,
-            )
+            needed = key_bytes(self.geometry, store.row_bytes)
+            tell_not_locked("key is", needed, session=self.names.session_id, key=store.schema.name)
 
     def close_key(self, key_id: int) -> None:
         """Unlink a key and let go of it. No error where it is gone already: the record that asks may be done twice."""

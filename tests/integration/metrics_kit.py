@@ -23,9 +23,9 @@ from tests.daemon_process import DaemonProcess
 
 
 @contextmanager
-def metrics_daemon(folder: Path, *arguments: str) -> Iterator[DaemonProcess]:
-    """A daemon with its metrics port on a free one; ``url`` is where."""
-    process = DaemonProcess(folder, "--metrics-port", "0", *arguments)
+def metrics_daemon(folder: Path, *arguments: str, **more: Any) -> Iterator[DaemonProcess]:
+    """A daemon with its metrics port on a free one; ``url`` is where. more: of ``DaemonProcess``."""
+    process = DaemonProcess(folder, "--metrics-port", "0", *arguments, **more)
     process.start()
     try:
         yield process

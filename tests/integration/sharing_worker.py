@@ -23,7 +23,7 @@ from stagecache_wire.geometry import Geometry, KeySchema, page_stride
 from stagecache_wire.layout import ABI, ControlLayout
 from stagecache_wire.locks import LifeLock
 from stagecache_wire.messages import geometry_from_wire, schema_to_wire
-from stagecache_wire.records import KeyMode
+from stagecache_wire.records import KeyMode, Kind, Record
 from stagecache_wire.v1 import stagecache_pb2 as pb
 from tests.unit.server.session_kit import Log, runs, save
 
@@ -103,6 +103,13 @@ class SharingWorker:
     def publish(self, block_ids: Sequence[int], raw_hashes: bytes, sequence: int) -> list[int]:
         request = pb.PublishBlocksRequest(sequence=sequence, block_ids=block_ids, hashes=raw_hashes)
         return list(self.rpc.publish_blocks(request, TIMEOUT_S).states)
+
+    def log_publish(self, block_ids: Sequence[int], raw_hashes: bytes) -> int:
+        """The same by a record, as a cache does it; the sequence."""
+        named = [(block, raw_hashes[32 * at : 32 * at + 32]) for at, block in enumerate(block_ids)]
+        sequence = self._log.append(Record.of_blocks(Kind.PUBLISH, named))
+        self._bell.release()
+        return sequence
 
     def share(self, *numbers: int) -> list[int]:
         """Save blocks of these contents and publish them, from the tail on as an engine would find them full."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +83,14 @@ def test_where_a_prefix_ends_is_explained(socket: Path, tmp_path: Path) -> None:
     assert "0 of 19 tokens are stored" in other
     part = run("lookup", "--socket", socket, "--tokens", file(tmp_path, TOKENS[:14]), "--salt", "x").output
     assert "block 3, tokens 12 to 13: the tokens that follow do not fill a block" in part
+
+
+def test_status_and_index_tell_how_much_is_stored_and_whether_it_is_locked(socket: Path) -> None:
+    status = " ".join(run("status", "--socket", socket).output.split())
+    assert re.search(r"shared blocks .* of 64.0 KiB: 1 namespace\(s\), \d of them locked in memory, 3 of", status)
+    locked = [one["locked"] for one in json.loads(run("index", "--json", "--socket", socket).output)["namespaces"]]
+    assert locked
+    assert f", {sum(locked)} of them locked" in status
 
 
 def test_a_prefix_is_found_by_the_engines_hashes(socket: Path, tmp_path: Path) -> None:

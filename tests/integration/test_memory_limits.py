@@ -13,7 +13,8 @@ import pytest
 from stagecache import errors
 from stagecache.control import connect_observer
 from tests.daemon_process import DaemonProcess, poll_until
-from tests.integration.helpers import MIB, status_of, worker
+from tests.integration.helpers import MIB, own_daemon, status_of, worker
+from tests.integration.sharing_worker import SharingWorker
 from tests.integration.worker_process import attach_request, key
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a control group or give up a capability")
@@ -48,6 +49,27 @@ def test_adopted_memory_is_faulted_and_locked_again(fresh_daemon: DaemonProcess)
         poll_until(lambda: locked(fresh_daemon), "the keys to be locked")
         assert status_of(fresh_daemon.pid, "VmLck") > pool
         poll_until(lambda: anchored(fresh_daemon.pid) > before - MIB, "every page to be mapped")
+
+
+@needs_root
+def test_shared_blocks_are_faulted_and_locked_and_are_so_again_after_a_restart(tmp_path: Path) -> None:
+    size = 32 * MIB
+    with own_daemon(tmp_path, "--shared-bytes", str(size)) as daemon:
+        sharing = SharingWorker(daemon.socket)
+        before = status_of(daemon.pid, "VmLck")
+        assert sharing.join().on
+        assert status_of(daemon.pid, "VmLck") - before > size * 9 // 10
+        assert shared_locked(daemon) == [True]
+        daemon.restart()
+        poll_until(lambda: shared_locked(daemon) == [True], "the namespace to be locked")
+        assert status_of(daemon.pid, "VmLck") > size * 9 // 10
+        assert anchored(daemon.pid) > size * 9 // 10
+        sharing.close()
+
+
+def shared_locked(daemon: DaemonProcess) -> list[bool]:
+    with connect_observer(daemon.socket) as observer:
+        return [one.locked for one in observer.stats().namespaces]
 
 
 @pytest.mark.soak
@@ -107,7 +129,7 @@ os.execv(sys.executable, [sys.executable, "-m", "stagecached", *sys.argv[2:]])
 
 @needs_root
 def test_control_group_without_room_is_a_refusal_and_no_kill(group: Path, tmp_path: Path) -> None:
-    daemon = DaemonProcess(tmp_path, program=(sys.executable, "-c", IN_GROUP, str(group)))
+    daemon = DaemonProcess(tmp_path, "--shared-bytes", "512MiB", program=(sys.executable, "-c", IN_GROUP, str(group)))
     daemon.start()
     try:
         with worker(daemon.socket) as rpc:
@@ -115,6 +137,11 @@ def test_control_group_without_room_is_a_refusal_and_no_kill(group: Path, tmp_pa
             with pytest.raises(errors.BudgetError, match=r"memory limit of 160\.0 MiB, of which") as caught:
                 rpc.attach(attach_request("s", 1 << 19, key()), 20.0)  # 128 MiB of rows
             assert "MemoryMax=" in caught.value.remedy
+            sharing = SharingWorker(daemon.socket)
+            joined = sharing.join()  # half a GiB of shared blocks
+            assert not joined.on
+            assert "memory limit of 160.0 MiB, of which" in joined.why
+            sharing.close()
             assert int(caught.value.facts["needed_bytes"]) > int(caught.value.facts["cgroup_free_bytes"])
             rpc.attach(attach_request("s", 1 << 16, key()), 20.0)
             assert daemon.pid == pid

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,9 +17,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from stagecache import errors
 from stagecache.rpc import Rpc, handshake
+from stagecache_wire import shm
 from stagecache_wire.records import KeyMode, Kind, Record, key_words
 from stagecache_wire.v1 import stagecache_pb2 as pb
 from stagecached.metrics.catalog import METRICS
+from stagecached.shared.layout import B_HASH, block_word
+from stagecached.shared.manager import segment_name
 from tests.daemon_process import DaemonProcess, poll_until
 from tests.device.cache import DeviceCache
 from tests.integration.helpers import worker
@@ -30,17 +34,19 @@ from tests.model.real import RealCache
 from tests.model.steps import Refused, Rules
 from tests.rules.builder import HIDDEN_SCHEMA, NUMBER_SCHEMA, WIDE, Stage, numbers
 
+HOOKED = (sys.executable, "-m", "tests.integration.hooked_daemon")
+
 Series = tuple[str, tuple[tuple[str, str], ...]]
 
 CONSTANT = {
     "stagecache_build_info", "stagecache_start_time_seconds", "stagecache_budget_bytes", "stagecache_shm_size_bytes",
     "stagecache_session_info", "stagecache_slots", "stagecache_staging_pages", "stagecache_arena_bytes",
     "stagecache_key_pool_bytes", "stagecache_key_staging_bytes", "stagecache_key_row_bytes", "stagecache_key_locked",
-    "stagecache_memory_bytes", "stagecache_copy_memory_bytes", "stagecache_index_bytes",
+    "stagecache_memory_bytes", "stagecache_copy_memory_bytes", "stagecache_index_bytes", "stagecache_namespace_bytes",
 }  # fmt: skip
 """Series that say how something is made; that they are there and not zero is all that they can show."""
 
-NAMED = ("stage", "replica", "key", "model", "session")
+NAMED = ("stage", "replica", "key", "model", "session", "namespace")
 """Labels that workers bring: a series moved when it did for one of them."""
 
 
@@ -74,7 +80,7 @@ class Scrapes:
         moved: dict[str, bool] = {}
         for series, low in self.low.items():
             name, pairs = series
-            if not name.startswith("stagecache_") or name.endswith("_bucket") or name == "stagecache_key_locked":
+            if not name.startswith("stagecache_") or name.endswith(("_bucket", "_locked")):
                 continue  # the limit of the machine decides what is locked
             labels = {label: value for label, value in pairs if label not in NAMED}
             title = f"{name}{labels}"
@@ -353,16 +359,27 @@ def shared_blocks(scrapes: Scrapes) -> None:
     """Blocks that are stored, found, leased, evicted, and dropped with their namespace; calls that are refused."""
     socket = scrapes.daemon.socket
     sharing = SharingWorker(socket)
-    blocks = sharing.join().num_blocks
+    unjoined = sharing.save([0], hashes(0))
+    sharing.publish([0], hashes(0), unjoined)
+    sharing.log_publish([0], hashes(0))
+    blocks = sharing.join(sequence=sharing.head).num_blocks
     scrapes.take()
     for number in range(blocks + 2):
         sharing.share(number)
     sharing.share(blocks + 1)
     sharing.publish([9], hashes(blocks + 9), 0)  # never written
     lookup(sharing.rpc, blocks, blocks + 9)
-    acquire(sharing.rpc, "r", blocks)
+    lookup(sharing.rpc, blocks)
+    acquire(sharing.rpc, "r", *range(2, blocks + 2))
+    sharing.share(blocks + 10)  # no room: each block is held
+    sharing.log_publish([0, 9], hashes(blocks + 10, blocks + 9))
     scrapes.take()
     sharing.rpc.release_blocks(pb.ReleaseBlocksRequest(all=True), 5.0)
+    being_copied(scrapes, sharing, blocks + 11)
+    refused_namespace = SharingWorker(socket, stage="no room")
+    assert not refused_namespace.join().on
+    refused_namespace.close()
+    scrapes.take()
     refused(lambda: sharing.join(hash_algorithm="xxhash"))
     refused(lambda: lookup(sharing.rpc, 1, namespace=pb.NamespaceRef(namespace_id="0" * 64)))
     sharing.close()
@@ -378,6 +395,8 @@ def shared_blocks(scrapes: Scrapes) -> None:
     replicas[0].run(prompt, [0, 1, 2], publish=(0, 1))
     replicas[0].consumed()
     replicas[1].run(prompt, [3, 4, 5], hit=8, fill=(0, 1))
+    replicas[1].run(prompt, [3, 4, 5], publish=(0, 1))  # they are known
+    replicas[1].run(prompt, [6, 7, 8], fill=(0,), salt="nobody's")
     replicas[1].consumed()
     scrapes.take()
     for replica in replicas:
@@ -390,6 +409,33 @@ def shared_blocks(scrapes: Scrapes) -> None:
         replica.cache.close()
 
 
+def being_copied(scrapes: Scrapes, sharing: SharingWorker, number: int) -> None:
+    """A lookup of a block whose rows are just being copied."""
+    stuck = Path(scrapes.daemon.environment["STUCK_WHILE"])
+    stuck.touch()
+    copying = threading.Thread(target=sharing.share, args=(number,))
+    copying.start()
+    try:
+        pending = pb.BLOCK_STATE_PENDING
+        poll_until(lambda: lookup(sharing.rpc, number).states[0] == pending, "the copy to begin")
+    finally:
+        stuck.unlink()
+        copying.join()
+
+
+def broken_namespaces(scrapes: Scrapes) -> SharingWorker:
+    """What the next daemon finds: blocks of which one has a header that is not whole, and a manifest without sense. The
+    worker stays in its namespace.
+    """
+    sharing = SharingWorker(scrapes.daemon.socket, stage="broken")
+    joined = sharing.join()
+    sharing.share(1, 2)
+    segment = shm.open_segment(segment_name(scrapes.daemon.paths.node, joined.namespace_id))
+    segment.view.cast("Q")[block_word(0) + B_HASH] ^= 1
+    (scrapes.daemon.paths.namespaces / f"{'0' * 64}.json").write_text("{}")
+    return sharing
+
+
 def outage(scrapes: Scrapes) -> None:
     """The daemon is killed under a worker, gone, and back."""
     daemon = scrapes.daemon
@@ -398,6 +444,7 @@ def outage(scrapes: Scrapes) -> None:
     stage.step("a:[0]@0+4", k=1)
     cache.cache.session.watcher.reconnects = 0
     scrapes.take()
+    sharing = broken_namespaces(scrapes)
     daemon.kill()
     kept = [stage.saved(f"a@{4 + n}+1", k=1) for n in range(4)]
     for step in kept:
@@ -409,6 +456,7 @@ def outage(scrapes: Scrapes) -> None:
     poll_until(lambda: cache.cache.session.watcher.reconnects, "the watch stream to come back", 20.0)
     stage.step("d:[2]@0+1", k=1)
     scrapes.take()
+    sharing.close()
     cache.close()
 
 
@@ -458,7 +506,8 @@ def refused_at_the_end(scrapes: Scrapes) -> None:
 @pytest.mark.slow
 def test_every_exported_series_moves(tmp_path: Path) -> None:
     settings = ("--memory-budget", "1TiB", "--max-sessions", "4", "--shared-bytes", "16KiB")
-    with metrics_daemon(tmp_path, *settings) as daemon:
+    hooks = {"STUCK_AT": "after_rows", "STUCK_WHILE": str(tmp_path / "stuck")}
+    with metrics_daemon(tmp_path, *settings, program=HOOKED, environment=hooks) as daemon:
         scrapes = Scrapes(daemon)
         first = scrapes.take()
         plain = {name for name, metric in METRICS.items() if "stage" not in metric.labels}

@@ -24,11 +24,14 @@ from tests.integration.chromium import Chromium
 from tests.integration.helpers import run_daemon
 from tests.integration.metrics_kit import MiniEngine, get, get_unix, metrics_daemon, url_of
 from tests.integration.programs import need
+from tests.integration.sharing_worker import SharingWorker, lookup
+
+SHARED = ("--shared-bytes", "64KiB")
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with metrics_daemon(tmp_path_factory.mktemp("served")) as daemon:
+    with metrics_daemon(tmp_path_factory.mktemp("served"), *SHARED) as daemon:
         yield daemon
 
 
@@ -64,6 +67,15 @@ class Load:
             engine.close()
 
 
+def share_blocks(daemon: DaemonProcess) -> None:
+    """A namespace ``kept`` with two blocks, of three that are asked for; its session is over."""
+    sharing = SharingWorker(daemon.socket, stage="kept")
+    assert sharing.join().on
+    sharing.share(1, 2)
+    lookup(sharing.rpc, 1, 2, 3)
+    sharing.close()
+
+
 # ---------------------------------------------------------------- the page
 
 INKED = """(id) => {
@@ -80,7 +92,8 @@ INKED = """(id) => {
 @pytest.mark.timeout(300)
 def test_page_shows_a_daemon_at_work_in_both_themes_and_says_when_it_is_gone(tmp_path: Path) -> None:
     need("chromium", package="chromium")
-    with metrics_daemon(tmp_path) as daemon:
+    with metrics_daemon(tmp_path, *SHARED) as daemon:
+        share_blocks(daemon)
         load = Load(daemon)
         try:
             with Chromium(tmp_path / "profile") as page:
@@ -91,6 +104,9 @@ def test_page_shows_a_daemon_at_work_in_both_themes_and_says_when_it_is_gone(tmp
                 page.wait("parseInt(document.querySelector('#tile-hits [data-v]').textContent) > 0")
                 page.wait("document.querySelectorAll('#waterfall tbody tr').length > 3")
                 assert "working" in page.run("document.querySelector('#sessions tbody').innerText")
+                shared = page.run("document.querySelector('#shared:not([hidden]) tbody').innerText").split()
+                assert shared[0] == "kept"
+                assert "67%" in " ".join(shared).replace(" %", "%"), shared
                 steps = "document.querySelector('#tile-steps [data-s]').textContent"
                 before = page.run(steps)
                 page.wait(f"{steps} !== {json.dumps(before)}")  # live: by itself, without a reload
@@ -151,12 +167,23 @@ def test_page_shows_a_daemon_at_work_in_both_themes_and_says_when_it_is_gone(tmp
 def test_top_shows_the_same_figures(served: DaemonProcess) -> None:
     engine = MiniEngine(served.socket, "ocr")
     engine.turn()
+    share_blocks(served)
     shown = subprocess.run(
         [sys.executable, "-m", "stagecache.cli", "top", "--once", "--socket", str(served.socket)],
         capture_output=True, text=True, timeout=60, check=True, env={**os.environ, "COLUMNS": "180"},
     ).stdout  # fmt: skip
     engine.close()
-    for word in ("stagecached", "ocr #0", "demo/omni-7b", "codes.audio", "working", "MiB", url_of(served)):
+    for word in (
+        "stagecached",
+        "ocr #0",
+        "demo/omni-7b",
+        "codes.audio",
+        "working",
+        "MiB",
+        url_of(served),
+        "kept",
+        "67 %",
+    ):
         assert word in shown, shown
 
 

@@ -43,11 +43,27 @@ def show_status(socket: Path, *, as_json: bool, timeout_s: float) -> None:
         f"[bold]stagecached {stats.version}[/] at {escape(str(socket))}: up {_duration(stats.uptime_s)}, pools {used}, "
         f"process {_bytes(stats.resident_bytes)}, {stats.schedulers} scheduler(s), boot {stats.boot_id:x}"
     )
+    if stats.shared_limit_bytes:
+        out.print(_shared_line(stats))
     if not stats.sessions:
         out.print("No sessions: no worker is attached.")
         return
     out.print(_session_table(stats))
     out.print(_key_table(stats))
+
+
+def _shared_line(stats: pb.StatsResponse) -> str:
+    """Shared blocks in a line; `stagecache index` has the rest."""
+    spaces = stats.namespaces
+    asked, hit = sum(one.lookup_hashes for one in spaces), sum(one.hit_hashes for one in spaces)
+    locked = sum(one.locked for one in spaces)
+    stored, blocks = sum(one.num_blocks - one.free for one in spaces), sum(one.num_blocks for one in spaces)
+    return (
+        f"shared blocks {_bytes(stats.shared_used_bytes)} of {_bytes(stats.shared_limit_bytes)}: "
+        f"{len(spaces)} namespace(s), {locked} of them locked in memory, "
+        f"{stored:,} of {blocks:,} blocks stored, "
+        + (f"{hit / asked:.0%} of {asked:,} hashes hit" if asked else "nothing asked for")
+    )
 
 
 def _session_table(stats: pb.StatsResponse) -> Table:

@@ -23,6 +23,7 @@ _FLAGS = "One stage, in place of a file"
     epilog=_examples(
         "stagecache plan --num-blocks 15092 --key __hidden_states__:bfloat16:2048",
         "stagecache plan --num-blocks 16180 --key codes.audio:int64:16 --key text:int64 --replicas 2 --tp 4",
+        "stagecache plan --num-blocks 15092 --key __hidden_states__:bfloat16:2048 --replicas 2 --shared-bytes 8GiB",
         "stagecache plan deployment.toml --json | jq .total_bytes",
     )
 )
@@ -51,6 +52,12 @@ def plan(
     staging_depth: Annotated[
         int, typer.Option(min=1, help="Steps that may be unconsumed at once.", rich_help_panel=_FLAGS)
     ] = 4,
+    shared_bytes: Annotated[
+        str, typer.Option(help="The daemon's --shared-bytes: blocks that replicas share, like 8GiB.")
+    ] = "0",
+    shared_namespaces: Annotated[
+        int, typer.Option(min=1, max=64, help="Equal parts of it, one for each model and stage that shares.")
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, sizes in bytes.")] = False,
 ) -> None:
     """Compute the shared memory that a node's daemon will take, before anything starts.
@@ -58,7 +65,7 @@ def plan(
     Each tensor-parallel rank of each replica is a session of its own. The numbers are those that attach then takes:
     both use the same functions.
     """
-    from stagecache.plan import plan_deployment, read_stages, stage_of
+    from stagecache.plan import SharedPlan, parse_bytes, plan_deployment, read_stages, stage_of
 
     if (file is None) == (num_blocks is None):
         show_error("give a file of stages, or --num-blocks and --key of one stage")
@@ -77,7 +84,7 @@ def plan(
             "staging_depth": staging_depth,
         }
         stages = [stage_of(fields, f"stage {stage}")]
-    deployment = plan_deployment(stages)
+    deployment = plan_deployment(stages, SharedPlan(parse_bytes(shared_bytes), shared_namespaces))
     if as_json:
         print(json.dumps(deployment.as_dict(), indent=2))
     else:
@@ -87,7 +94,30 @@ def plan(
 def _show(deployment: DeploymentPlan) -> None:
     for stage in deployment.stages:
         out.print(_stage_table(stage))
+    if deployment.shared.total_bytes:
+        out.print(_shared_table(deployment))
     out.print(_needs_table(deployment))
+
+
+def _shared_table(deployment: DeploymentPlan) -> Table:
+    """How much of each stage the node keeps for its replicas."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    shared = deployment.shared
+    title = f"shared blocks: {human_bytes(shared.total_bytes)} in {shared.namespaces} namespace(s)"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for name in ("stage", "memory", "blocks", "tokens"):
+        table.add_column(name, justify="left" if name == "stage" else "right")
+    for stage in deployment.stages:
+        blocks = shared.blocks(stage)
+        table.add_row(
+            escape(stage.spec.name),
+            human_bytes(shared.namespace_bytes),
+            f"{blocks:,}",
+            f"{blocks * stage.geometry.block_size:,}",
+        )
+    return table
 
 
 def _stage_table(stage: StagePlan) -> Table:
@@ -131,8 +161,11 @@ def _needs_table(deployment: DeploymentPlan) -> Table:
     table.add_column("", justify="left")
     table.add_column("", justify="right")
     table.add_column("", justify="left")
+    sharing = deployment.shared.total_bytes
+    blocks = [("shared blocks", sharing, "--shared-bytes, beside the budget")] if sharing else []
     for what, size, where in (
         ("shared memory", deployment.total_bytes, budget),
+        *blocks,
         ("/dev/shm", deployment.shm_bytes, "its size, where --memory-budget is set"),
         ("", deployment.shm_bytes_default_budget, "its size, with the default budget of 80 % of it"),
         ("locked memory", deployment.locked_bytes, "ulimit -l, LimitMEMLOCK=: so that nothing is swapped"),

@@ -67,6 +67,7 @@ def _namespace_table(stats: pb.StatsResponse, now: float) -> Table:
         "published",
         "evicted",
         "members",
+        "locked",
         "age",
         "oldest",
     ):
@@ -85,6 +86,7 @@ def _namespace_table(stats: pb.StatsResponse, now: float) -> Table:
             f"{one.published:,}",
             f"{sum(one.evictions.values()):,}",
             str(one.members),
+            "yes" if one.locked else "no",
             _duration(now - one.created_unix_s),
             _duration(one.oldest_s) if one.oldest_s else "-",
         )

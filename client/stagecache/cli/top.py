@@ -102,6 +102,8 @@ def frame(state: Json, ratios: deque[float | None]) -> RenderableType:
         parts += [_sessions(state["sessions"]), Text(), _keys(state)]
     else:
         parts.append(Text("No worker is attached.", style="dim"))
+    if state["shared"] is not None and state["shared"]["namespaces"]:
+        parts += [Text(), _shared(state["shared"])]
     parts.append(_errors(state))
     return Group(*parts)
 
@@ -202,6 +204,31 @@ def _keys(state: Json) -> Table:
             bar(total / used, 16, "cyan"),
             Text.assemble(bar(filled, 16, "green"), f" {percent(filled)}"),
             f"{count(read)} rows",
+        )
+    return table
+
+
+def _shared(shared: Json) -> Table:
+    title = f"shared blocks, {size(shared['used_bytes'])} of {size(shared['limit_bytes'])}"
+    table = Table(title=title, title_justify="left", expand=True, box=None, header_style="dim", pad_edge=False)
+    for name, justify in (
+        ("namespace", "left"), ("sessions", "right"), ("filled", "left"), ("held", "right"), ("leases", "right"),
+        ("hashes hit", "left"), ("stored", "right"), ("taken", "right"), ("evicted", "right"), ("oldest", "right"),
+    ):  # fmt: skip
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for one in shared["namespaces"]:
+        filled, ratio = (one["blocks"] - one["free"]) / one["blocks"], one["hit_ratio"]
+        table.add_row(
+            Text.assemble((one["stage"], "bold"), (f" {one['id']}", "dim")),
+            str(one["sessions"]),
+            Text.assemble(bar(filled, 10, "cyan"), f" of {count(one['blocks'])}"),
+            count(one["held"]),
+            str(one["leases"]),
+            Text.assemble(bar(ratio or 0.0, 10, "green"), f" {percent(ratio)}"),
+            count(one["stored"]),
+            count(one["filled"]),
+            count(one["evicted"]),
+            age(one["oldest_s"]),
         )
     return table
 

@@ -22,7 +22,8 @@ class Engine:
     """What the shim needs of an engine.
 
     packages: distributions that bring it. tested: releases that the tests run with. refuses_others: whether the shim
-    refuses any other release. wraps: methods by file and class; the shim refuses to go on without one.
+    refuses any other release. wraps: methods by file and class; the shim refuses to go on without one, or leaves out
+    what it wraps it for. ``name(a, b)``: its parameters begin with these.
     """
 
     name: str
@@ -39,6 +40,25 @@ VLLM: Final = Engine(
     False,
     {
         ("vllm/v1/worker/gpu_model_runner.py", "GPUModelRunner"): ("execute_model", "initialize_kv_cache", "shutdown"),
+        ("vllm/v1/core/sched/scheduler.py", "Scheduler"): (
+            "schedule",
+            "reset_prefix_cache",
+            "_preempt_request",
+            "shutdown",
+            "update_from_output(scheduler_output, model_runner_output)",
+            "_update_waiting_for_remote_kv(request)",
+        ),
+        ("vllm/v1/core/kv_cache_manager.py", "KVCacheManager"): (
+            "reset_prefix_cache",
+            "evict_blocks",
+            "get_block_ids",
+            "get_blocks",
+        ),
+        ("vllm/distributed/kv_transfer/kv_connector/v1/base.py", "KVConnectorBase_V1"): (
+            "get_num_new_matched_tokens(request, num_computed_tokens)",
+            "update_state_after_alloc(request, blocks, num_external_tokens)",
+        ),
+        ("vllm/v1/engine/core.py", "EngineCore"): ("sleep", "wake_up", "add_lora", "collective_rpc"),
     },
 )
 OMNI: Final = Engine(
@@ -118,9 +138,20 @@ def _missing(found: metadata.Distribution, file: str, owner: str, names: tuple[s
         return [file]
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == owner:
-            have = {part.name for part in node.body if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef))}
-            return [f"{owner}.{name}" for name in names if name not in have]
+            have = {
+                part.name: [argument.arg for argument in part.args.args[1:]]
+                for part in node.body
+                if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef))
+            }
+            return [f"{owner}.{name}" for name in names if not _is_there(name, have)]
     return [owner]
+
+
+def _is_there(wanted: str, have: Mapping[str, list[str]]) -> bool:
+    """Whether a method of that name, and with these first parameters, is among those of a class."""
+    name, _, listed = wanted.removesuffix(")").partition("(")
+    parameters = listed.split(", ") if listed else []
+    return name in have and have[name][: len(parameters)] == parameters
 
 
 def check_plugin(subject: Subject) -> Iterator[Finding]:
@@ -173,12 +204,25 @@ def check_environment(subject: Subject) -> Iterator[Finding]:
             "on a GPU vLLM takes its V2 model runner unless told otherwise, and the shim refuses it.",
             "export VLLM_USE_V2_MODEL_RUNNER=0",
         )
+    elif environ.get("STAGECACHE_SHARED_BLOCKS") == "1" and _shares_nothing(subject):
+        yield Finding(
+            "engine.environment",
+            Status.WARNING,
+            "STAGECACHE_SHARED_BLOCKS=1, but the daemon runs with --shared-bytes 0: nothing is shared.",
+            "Start the daemon with --shared-bytes SIZE; `stagecache plan --shared-bytes SIZE` does the sum.",
+        )
     elif not environ.get("STAGECACHE_STAGE"):
         text = "STAGECACHE_STAGE is not set: where the engine names no stage, it is stage0."
         yield Finding("engine.environment", Status.NOTE, text, "export STAGECACHE_STAGE=thinker")
     elif not bad:
         text = f"stage {environ['STAGECACHE_STAGE']} would attach at {socket}."
         yield Finding("engine.environment", Status.OK, text)
+
+
+def _shares_nothing(subject: Subject) -> bool:
+    """Whether the daemon answered, and keeps no shared blocks."""
+    stats = subject.daemon.stats
+    return stats is not None and not stats.shared_limit_bytes
 
 
 def _bad_keys(text: str) -> Iterator[str]:

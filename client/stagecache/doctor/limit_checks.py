@@ -30,15 +30,17 @@ def check_memlock(subject: Subject) -> Iterator[Finding]:
     limit, budget = host.limit(pid, "Max locked memory"), subject.budget_bytes or 0
     stats = subject.daemon.stats
     unlocked = [key for session in (stats.sessions if stats else ()) for key in session.keys if not key.locked]
+    left = [one for one in (stats.namespaces if stats else ()) if not one.locked]
     privileged = host.has_capability(pid, CAP_IPC_LOCK)
     if limit is None:
         yield Finding("limits.memlock", Status.SKIPPED, "the limit of locked memory cannot be read.")
-    elif not unlocked and (privileged or limit == UNLIMITED or (budget and limit >= budget)):
+    elif not unlocked and not left and (privileged or limit == UNLIMITED or (budget and limit >= budget)):
         how = "without limit" if privileged or limit == UNLIMITED else f"up to {size(limit)}"
         yield Finding("limits.memlock", Status.OK, f"memory may be locked {how}.")
     else:
         swap = host.meminfo("SwapTotal")
-        what = f"{len(unlocked)} keys are not locked in memory" if unlocked else "pools cannot be locked in memory"
+        parts = [f"{len(some)} {name}" for some, name in ((unlocked, "keys"), (left, "namespaces")) if some]
+        what = f"{' and '.join(parts)} are not locked in memory" if parts else "pools cannot be locked in memory"
         yield Finding(
             "limits.memlock",
             Status.WARNING if swap else Status.NOTE,

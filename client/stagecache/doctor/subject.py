@@ -60,8 +60,9 @@ class Subject:
 
     @property
     def budget_bytes(self) -> int | None:
-        """The daemon's memory budget, None where it did not answer."""
-        return self.daemon.stats.budget_bytes if self.daemon.stats is not None else None
+        """Shared memory that the daemon may take, of sessions and of shared blocks; None where it did not answer."""
+        stats = self.daemon.stats
+        return stats.budget_bytes + stats.shared_limit_bytes if stats is not None else None
 
 
 def look(socket: Path, host: Host, environ: Mapping[str, str], timeout_s: float) -> Subject:

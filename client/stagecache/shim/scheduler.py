@@ -26,7 +26,7 @@ import logging
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, Final
 
@@ -36,7 +36,7 @@ from stagecache.shim.block_leases import BlockLeases
 from stagecache.shim.identity import engine_name
 from stagecache.shim.methods import method_of
 from stagecache.shim.scheduler_watch import SchedulerWatch
-from stagecache.shim.shared_blocks import SharedBlocks, shared_blocks_wanted
+from stagecache.shim.shared_blocks import NEEDED, SharedBlocks, shared_blocks_wanted
 
 logger = logging.getLogger("vllm.stagecache")
 
@@ -286,14 +286,14 @@ def stage_name(vllm_config: Any) -> str:
     return str(named) if named else os.environ.get("STAGECACHE_STAGE") or "stage0"
 
 
-def _install_from_environment(scheduler: Any) -> None:
+def _install_from_environment(scheduler: Any, can_share: bool) -> None:
     socket = os.environ.get("STAGECACHE_SOCKET")
     config = scheduler.vllm_config
     if not socket or no_cache_reason(read_facts(config, None)) is not None:
         return
     stage = stage_name(config)
     shared = None
-    if shared_blocks_wanted():
+    if can_share and shared_blocks_wanted():
         leases = BlockLeases(socket, stage, engine_name(config))
         shared = SharedBlocks(leases, int(scheduler.block_size))
         weakref.finalize(scheduler, leases.close)
@@ -310,26 +310,29 @@ def patch_scheduler(module: ModuleType) -> None:
 
     module: ``vllm.v1.core.sched.scheduler``.
     """
-    missing = list(_missing(module))
+    missing = list(_missing(module, _NEEDED))
     if missing:
         logger.warning("stagecache: this vLLM has no %s, so resets do not reach its scheduler", ", ".join(missing))
         return
     scheduler_class = module.Scheduler
     if vars(scheduler_class).get(_PATCHED, False):
         return
+    lacking = list(_missing(module, NEEDED))
+    if lacking and shared_blocks_wanted():
+        logger.warning("stagecache: this vLLM has no %s, so this engine shares no blocks", ", ".join(lacking))
     init = scheduler_class.__init__
 
     @functools.wraps(init)
     def stagecache_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        _install_from_environment(self)
+        _install_from_environment(self, can_share=not lacking)
 
     scheduler_class.__init__ = stagecache_init
     setattr(scheduler_class, _PATCHED, True)
 
 
-def _missing(module: ModuleType) -> Iterable[str]:
-    for class_name, methods in _NEEDED.items():
+def _missing(module: ModuleType, needed: Mapping[str, Iterable[str]]) -> Iterable[str]:
+    for class_name, methods in needed.items():
         found = getattr(module, class_name, None)
         for method in methods:
             if not callable(getattr(found, method, None)):

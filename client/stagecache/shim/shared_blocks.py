@@ -35,6 +35,15 @@ if TYPE_CHECKING:
 SHARED_BLOCKS_ENV: Final = "STAGECACHE_SHARED_BLOCKS"
 """Set to 1, a stage shares its blocks on the node and may get KV from a connector."""
 
+NEEDED: Final = {
+    "Scheduler": ("update_from_output", "_update_waiting_for_remote_kv"),
+    "KVCacheManager": ("get_blocks",),
+}
+"""What is wrapped or called of the scheduler's side, by class; without one of them nothing is shared."""
+
+CONNECTOR: Final = ("get_num_new_matched_tokens", "update_state_after_alloc")
+"""What is wrapped of a connector."""
+
 NamedBlock: TypeAlias = tuple[int, bytes]
 
 

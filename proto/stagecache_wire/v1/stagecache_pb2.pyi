@@ -355,7 +355,7 @@ class SessionStats(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., model: _Optional[str] = ..., stage: _Optional[str] = ..., pid: _Optional[int] = ..., rank: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., keys: _Optional[_Iterable[_Union[KeyStats, _Mapping]]] = ..., head: _Optional[int] = ..., consumed: _Optional[int] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., bytes: _Optional[int] = ..., state: _Optional[str] = ..., failure: _Optional[str] = ..., hits: _Optional[int] = ..., hit_rows: _Optional[int] = ..., unknown_rows: _Optional[int] = ..., adopted: _Optional[bool] = ..., attached_unix_s: _Optional[float] = ..., pinned_bytes: _Optional[int] = ..., unpinned_bytes: _Optional[int] = ..., engine: _Optional[str] = ..., namespace_id: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class NamespaceStats(_message.Message):
-    __slots__ = ("namespace_id", "stage", "model_fingerprint", "hash_algorithm", "hash_seed", "dtype", "block_size", "tensor_parallel_size", "keys", "bytes", "block_bytes", "num_blocks", "held", "cached", "free", "generation", "members", "leases", "lookup_hashes", "hit_hashes", "published", "known", "skipped", "filled", "evictions", "created_unix_s", "used_unix_s", "oldest_s")
+    __slots__ = ("namespace_id", "stage", "model_fingerprint", "hash_algorithm", "hash_seed", "dtype", "block_size", "tensor_parallel_size", "keys", "bytes", "block_bytes", "num_blocks", "held", "cached", "free", "generation", "members", "leases", "lookup_hashes", "hit_hashes", "published", "known", "skipped", "filled", "evictions", "created_unix_s", "used_unix_s", "oldest_s", "locked")
     class SkippedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -398,6 +398,7 @@ class NamespaceStats(_message.Message):
     CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     USED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     OLDEST_S_FIELD_NUMBER: _ClassVar[int]
+    LOCKED_FIELD_NUMBER: _ClassVar[int]
     namespace_id: str
     stage: str
     model_fingerprint: str
@@ -426,7 +427,8 @@ class NamespaceStats(_message.Message):
     created_unix_s: float
     used_unix_s: float
     oldest_s: float
-    def __init__(self, namespace_id: _Optional[str] = ..., stage: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., hash_seed: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., keys: _Optional[_Iterable[_Union[KeySchema, _Mapping]]] = ..., bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., held: _Optional[int] = ..., cached: _Optional[int] = ..., free: _Optional[int] = ..., generation: _Optional[int] = ..., members: _Optional[int] = ..., leases: _Optional[int] = ..., lookup_hashes: _Optional[int] = ..., hit_hashes: _Optional[int] = ..., published: _Optional[int] = ..., known: _Optional[int] = ..., skipped: _Optional[_Mapping[str, int]] = ..., filled: _Optional[int] = ..., evictions: _Optional[_Mapping[str, int]] = ..., created_unix_s: _Optional[float] = ..., used_unix_s: _Optional[float] = ..., oldest_s: _Optional[float] = ...) -> None: ...
+    locked: bool
+    def __init__(self, namespace_id: _Optional[str] = ..., stage: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., hash_seed: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., keys: _Optional[_Iterable[_Union[KeySchema, _Mapping]]] = ..., bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., held: _Optional[int] = ..., cached: _Optional[int] = ..., free: _Optional[int] = ..., generation: _Optional[int] = ..., members: _Optional[int] = ..., leases: _Optional[int] = ..., lookup_hashes: _Optional[int] = ..., hit_hashes: _Optional[int] = ..., published: _Optional[int] = ..., known: _Optional[int] = ..., skipped: _Optional[_Mapping[str, int]] = ..., filled: _Optional[int] = ..., evictions: _Optional[_Mapping[str, int]] = ..., created_unix_s: _Optional[float] = ..., used_unix_s: _Optional[float] = ..., oldest_s: _Optional[float] = ..., locked: _Optional[bool] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
     __slots__ = ("version", "boot_id", "budget_bytes", "budget_used_bytes", "sessions", "uptime_s", "resident_bytes", "schedulers", "namespaces", "shared_limit_bytes", "shared_used_bytes")

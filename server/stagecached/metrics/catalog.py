@@ -6,6 +6,7 @@ docs/metrics.md has this as a table; a test holds the two equal, and every name 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -31,7 +32,11 @@ PIN_STATES: Final = ("pinned", "unpinned")
 INDEX_STATES: Final = ("held", "cached", "free")
 EVICTIONS: Final = ("capacity", "reset", "request")
 LOOKUPS: Final = ("hit", "miss")
-PUBLISHES: Final = ("stored", "known", "skipped")
+PREFIXES: Final = ("hit", "pending", "miss")
+PUBLISHES: Final = ("stored", "known", "not_present", "no_room", "not_kept")
+SHARED_BLOCKS: Final = (*PUBLISHES, "filled", "missing")
+NAMESPACE_EVENTS: Final = ("made", "recovered", "given_up", "dropped", "refused")
+RECOVERED: Final = ("kept", "dropped")
 INDEX_BYTES: Final = ("used", "limit")
 
 STEP_BOUNDS_S: Final = tuple(bound / 1e9 for bound in figures.BOUNDS_NS)
@@ -41,6 +46,7 @@ CALL_BOUNDS_S: Final = (
 
 SESSION: Final = ("stage", "replica")
 KEY: Final = ("stage", "replica", "key")
+NAMESPACE: Final = ("stage", "namespace")
 
 
 @dataclass(frozen=True)
@@ -154,6 +160,8 @@ def _work() -> None:
     _metric("stagecache_consumer_seconds_total", "counter", "Time that the consumer worked.", SESSION)
     _metric("stagecache_gathered_spans_total", "counter", "Hit spans that were gathered.", SESSION)
     _metric("stagecache_gathered_span_tokens_total", "counter", "Tokens of these spans.", SESSION)
+    _metric("stagecache_shared_blocks_total", "counter", "Blocks that the log gave to the node, or took from it.",
+            SESSION, outcome=SHARED_BLOCKS)  # fmt: skip
 
 
 def _trouble() -> None:
@@ -183,16 +191,39 @@ def _keys() -> None:
 
 def _index() -> None:
     """Shown by a daemon that keeps shared blocks; names say index for their store."""
+    _metric("stagecache_index_namespaces", "gauge", "Namespaces that are there.")
+    _metric("stagecache_index_namespace_events_total", "counter", "What happened to namespaces.",
+            event=NAMESPACE_EVENTS)  # fmt: skip
+    _metric("stagecache_index_recovered_blocks_total", "counter", "Blocks that an earlier daemon left.",
+            outcome=RECOVERED)  # fmt: skip
     _metric("stagecache_index_blocks", "gauge", "Shared blocks; cached ones may still be hit.", state=INDEX_STATES)
     _metric("stagecache_index_evictions_total", "counter", "Shared blocks whose content went.", cause=EVICTIONS)
     _metric("stagecache_index_leases", "gauge", "Spans of shared blocks that are held.")
     _metric("stagecache_index_lookup_hashes_total", "counter", "Block hashes that were asked for.", result=LOOKUPS)
+    _metric("stagecache_index_prefixes_total", "counter", "Prefixes that were asked for, by how they ended.",
+            result=PREFIXES)  # fmt: skip
     _metric("stagecache_index_published_blocks_total", "counter", "Blocks that were to be kept.", outcome=PUBLISHES)
     _metric("stagecache_index_filled_blocks_total", "counter", "Shared blocks whose rows a session took.")
     _metric("stagecache_index_bytes", "gauge", "Shared memory of shared blocks, and its budget.", which=INDEX_BYTES)
 
 
-for _define in (_daemon, _session, _work, _trouble, _keys, _index):
+def _namespaces() -> None:
+    """Of each namespace that is there, ``--shared-namespaces`` at most; they go with it."""
+    _metric("stagecache_namespace_members", "gauge", "Sessions that have joined.", NAMESPACE)
+    _metric("stagecache_namespace_leases", "gauge", "Spans of its blocks that are held.", NAMESPACE)
+    _metric("stagecache_namespace_bytes", "gauge", "Shared memory of the namespace.", NAMESPACE)
+    _metric("stagecache_namespace_locked", "gauge", "1 where the namespace's memory is locked.", NAMESPACE)
+    _metric("stagecache_namespace_oldest_seconds", "gauge", "Since the block that is evicted next was used.", NAMESPACE)
+    _metric("stagecache_namespace_blocks", "gauge", "Its blocks; cached ones may still be hit.", NAMESPACE,
+            state=INDEX_STATES)  # fmt: skip
+    _metric("stagecache_namespace_lookup_hashes_total", "counter", "Block hashes that were asked for.", NAMESPACE,
+            result=LOOKUPS)  # fmt: skip
+    _metric("stagecache_namespace_stored_blocks_total", "counter", "Blocks that were stored.", NAMESPACE)
+    _metric("stagecache_namespace_filled_blocks_total", "counter", "Blocks whose rows a session took.", NAMESPACE)
+    _metric("stagecache_namespace_evictions_total", "counter", "Blocks whose content went.", NAMESPACE)
+
+
+for _define in (_daemon, _session, _work, _trouble, _keys, _index, _namespaces):
     _define()
 
-INDEX_METRICS: Final = frozenset(name for name in METRICS if name.startswith("stagecache_index_"))
+INDEX_METRICS: Final = frozenset(name for name in METRICS if re.match("stagecache_(index|namespace)_", name))

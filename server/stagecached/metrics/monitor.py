@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from typing import Final, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, Protocol
 
 import structlog
 
 from stagecache_wire.v1 import stagecache_pb2 as pb
 from stagecached.metrics.calls import CallFigures, CallTimer
-from stagecached.metrics.catalog import EVICTIONS, INDEX_BYTES, INDEX_STATES, LOOKUPS, PUBLISHES, SESSION_EVENTS
+from stagecached.metrics.catalog import SESSION_EVENTS
 from stagecached.metrics.families import Snapshot, families
 from stagecached.metrics.fold import SessionFold, fold_session
 from stagecached.metrics.history import History
@@ -41,32 +41,12 @@ log = structlog.get_logger()
 class IndexFigures(Protocol):
     """What a block index must tell. Called where a snapshot is made."""
 
-    def blocks(self) -> dict[str, int]:
-        """Blocks by ``catalog.INDEX_STATES``."""
+    def samples(self) -> Iterable[tuple[str, tuple[str, ...], float]]:
+        """(metric, label values in the catalog's order, value) of every sample of ``catalog.INDEX_METRICS``."""
         ...
 
-    def evictions(self) -> dict[str, int]:
-        """Blocks whose content went, by ``catalog.EVICTIONS``."""
-        ...
-
-    def leases(self) -> int:
-        """Spans that are held."""
-        ...
-
-    def lookups(self) -> dict[str, int]:
-        """Hashes that were asked for, by ``catalog.LOOKUPS``."""
-        ...
-
-    def publishes(self) -> dict[str, int]:
-        """Blocks that were to be kept, by ``catalog.PUBLISHES``."""
-        ...
-
-    def fills(self) -> int:
-        """Blocks whose rows a session read."""
-        ...
-
-    def bytes(self) -> dict[str, int]:
-        """Shared memory of the index, by ``catalog.INDEX_BYTES``."""
+    def state(self) -> dict[str, Any]:
+        """The same for people, as JSON values."""
         ...
 
 
@@ -211,20 +191,8 @@ class Monitor:
             shot.gauge("stagecache_log_lines_total", count, level)
         shot.gauge("stagecache_fold_seconds", self._fold_s)
         if self.index is not None:
-            blocks, evictions = self.index.blocks(), self.index.evictions()
-            for state in INDEX_STATES:
-                shot.gauge("stagecache_index_blocks", blocks.get(state, 0), state)
-            for cause in EVICTIONS:
-                shot.gauge("stagecache_index_evictions_total", evictions.get(cause, 0), cause)
-            shot.gauge("stagecache_index_leases", self.index.leases())
-            lookups, publishes, size = self.index.lookups(), self.index.publishes(), self.index.bytes()
-            for result in LOOKUPS:
-                shot.gauge("stagecache_index_lookup_hashes_total", lookups.get(result, 0), result)
-            for outcome in PUBLISHES:
-                shot.gauge("stagecache_index_published_blocks_total", publishes.get(outcome, 0), outcome)
-            shot.gauge("stagecache_index_filled_blocks_total", self.index.fills())
-            for which in INDEX_BYTES:
-                shot.gauge("stagecache_index_bytes", size.get(which, 0), which)
+            for name, labels, value in self.index.samples():
+                shot.gauge(name, value, *labels)
         return shot
 
     async def exposition(self) -> str:

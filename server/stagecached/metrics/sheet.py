@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
+from stagecache_wire import figures
 from stagecache_wire.figures import (
     BUCKETS,
     FAILED_MERGES,
@@ -21,7 +22,15 @@ from stagecache_wire.figures import (
     Daemon,
     Worker,
 )
-from stagecached.metrics.catalog import KEY_PATHS, METRICS, PRESENCES, PURPOSES, STEP_BOUNDS_S, Metric
+from stagecached.metrics.catalog import (
+    KEY_PATHS,
+    METRICS,
+    PRESENCES,
+    PURPOSES,
+    SHARED_BLOCKS,
+    STEP_BOUNDS_S,
+    Metric,
+)
 from stagecached.metrics.fold import KeyFold, SessionFold
 
 Folded = TypeVar("Folded", SessionFold, KeyFold)
@@ -136,6 +145,15 @@ def _work(sheet: _Sheet[SessionFold]) -> None:
     add("stagecache_consumer_seconds_total", _daemon(Daemon.BUSY_NS, _NS))
     add("stagecache_gathered_spans_total", _daemon(Daemon.SPANS))
     add("stagecache_gathered_span_tokens_total", _daemon(Daemon.SPAN_ROWS))
+    for outcome in SHARED_BLOCKS:
+        add("stagecache_shared_blocks_total", _shared(outcome), outcome)
+
+
+def _shared(outcome: str) -> Callable[[SessionFold], float]:
+    """What a session's log came to; ``not_kept`` are those whose rows, or whose session's namespace, changed."""
+    names = ("changed", "not_joined") if outcome == "not_kept" else (outcome,)
+    words = [Daemon.SHARED + figures.SHARED_BLOCKS.index(name) for name in names]
+    return lambda fold: sum(fold.daemon[word] for word in words)
 
 
 def _trouble(sheet: _Sheet[SessionFold]) -> None:

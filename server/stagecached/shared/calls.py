@@ -138,6 +138,7 @@ class SharedCalls:
         (hashes,) = _split(request.hashes, [count])
         membership, segments = session.segments.shared, session.segments
         if membership is None:
+            self._shared.totals.not_joined(count)
             return pb.PublishBlocksResponse(states=[pb.PUBLISH_STATE_NOT_JOINED] * count)
         block_ids = list(request.block_ids)
 

@@ -75,7 +75,7 @@ class LeaseBook:
             entry = self._entry(owner)
             before = self._table.span(owner, request_id)
             span = self._table.acquire(owner, request_id, keys)
-            self._store.count_lookup(len(keys), len(span))
+            self._store.count_lookup(keys, len(span))
             self._hold(entry, span)
             self._store.stamp((*reversed(before), *reversed(span)))
             if span:

@@ -29,6 +29,7 @@ from stagecached.background import Background
 from stagecached.budget import mib
 from stagecached.index import Namespace
 from stagecached.manifest import ManifestStore, NotDurableError
+from stagecached.memory_limits import cgroup_room
 from stagecached.refusal import not_durable
 from stagecached.session import Session
 from stagecached.shared.figures import IndexTotals
@@ -50,6 +51,10 @@ class Off:
     """Nothing is shared. why: for people, what was found and what to do."""
 
     why: str
+
+
+class CgroupFullError(RuntimeError):
+    """The control group's memory limit has no room for a segment; the text is for people."""
 
 
 DISABLED: Final = Off("shared blocks are off on this node: its daemon runs with --shared-bytes 0.")
@@ -129,6 +134,7 @@ class SharedBlocks:
                     schemas = tuple(KeySchema(key.name, key.dtype, key.row_shape) for _, key in ordered)
                     made = await asyncio.shield(self._background.keep(self._create(namespace, schemas)))
                     if isinstance(made, Off):
+                        self.totals.note("refused")
                         return made
                     space = made
                 session.check_usable()
@@ -210,7 +216,10 @@ class SharedBlocks:
             store = await self._background.in_thread(partial(self._allocate, manifest))
         except shm.ShmFullError as error:
             return Off(f"shared blocks need {mib(error.needed)} MiB, /dev/shm has {mib(error.free)} MiB free.")
+        except CgroupFullError as error:
+            return Off(str(error))
         space = self._spaces[manifest.namespace_id] = Space.of(manifest, store)
+        self.totals.note("made")
         log.info(
             "namespace made",
             namespace=space.namespace_id[:16],
@@ -226,6 +235,14 @@ class SharedBlocks:
         shm.unlink_segment(name)
         if shm.free_bytes() < geometry.total_bytes:
             raise shm.ShmFullError(geometry.total_bytes, shm.free_bytes())
+        group = cgroup_room()
+        if group is not None and group.free_bytes < geometry.total_bytes:
+            raise CgroupFullError(
+                f"shared blocks need {mib(geometry.total_bytes)} MiB; the daemon's control group has a memory limit of "
+                f"{mib(group.limit_bytes)} MiB, of which {mib(group.free_bytes)} are free: the kernel would kill the "
+                "daemon. Raise the memory limit of its container or unit (`stagecache plan --shared-bytes` computes "
+                "it), or lower --shared-bytes."
+            )
         segment = SharedSegment.create(name, geometry)
         try:
             store = self._make_store(segment)
@@ -266,21 +283,24 @@ class SharedBlocks:
                 store = self._make_store(
                     SharedSegment.open(segment_name(self._node, namespace_id), manifest.geometry())
                 )
-                blocks = rebuild(store)
+                blocks, dropped = rebuild(store)
                 space = Space.of(manifest, store)
                 space.leases.recover()
             except (NamespaceManifestError, SegmentMismatchError) as error:
                 log.warning("namespace is given up", namespace=namespace_id[:16], why=str(error))
                 self._manifests.remove(namespace_id)
+                self.totals.note("given_up")
                 continue
             store.settled = False
             self._spaces[namespace_id] = space
             kept.add(store.segment.name)
+            self.totals.note("recovered", blocks, dropped)
             log.info(
                 "namespace recovered",
                 namespace=namespace_id[:16],
                 stage=manifest.stage,
                 blocks=blocks,
+                dropped=dropped,
                 owners=len(space.leases.owners()),
                 took_s=round(time.monotonic() - started, 3),
             )
@@ -294,8 +314,17 @@ class SharedBlocks:
                     space.leases.release_owner(owner)
             space.store.settled = True
             space.store.drop_unreachable()
+            self._background.keep(self._pin(space))
         while self.used_bytes > self.limit_bytes and (idle := self._idlest()) is not None:
             self._drop(idle, "--shared-bytes is lower now")
+
+    async def _pin(self, space: Space) -> None:
+        """Fault and lock what an earlier daemon left, beside its use: large segments take seconds."""
+        space.users += 1
+        try:
+            await self._background.in_thread(space.store.segment.pin)
+        finally:
+            space.users -= 1
 
     def stop(self, *, keep: bool) -> None:
         """keep: the next daemon takes everything up; else all of it goes."""

@@ -10,8 +10,9 @@ from stagecached.shared.segment import SegmentMismatchError
 from stagecached.shared.store import NamespaceStore, key_of
 
 
-def rebuild(store: NamespaceStore) -> int:
-    """Make every block whose seal fits findable, in the order in which they were used. Returns how many.
+def rebuild(store: NamespaceStore) -> tuple[int, int]:
+    """Make every block whose seal fits findable, in the order in which they were used. Returns how many these are, and
+    how many had a seal that does not fit, or content that another block has.
 
     A header without its seal, or with one that does not fit, is a block without content: its rows may be half written.
 
@@ -27,7 +28,8 @@ def rebuild(store: NamespaceStore) -> int:
     fits = (seals == seals_of(hash_words(segment.geometry.digest)[0], headers)) & (
         headers[:, layout.B_GENERATION] <= np.uint64(last)
     )
-    for block_id in np.flatnonzero(~fits & (seals != 0)).tolist():
+    broken = np.flatnonzero(~fits & (seals != 0)).tolist()
+    for block_id in broken:
         segment.words[block_word(block_id) + layout.B_SEAL] = 0
     with store.lock:
         ids = np.flatnonzero(fits)
@@ -47,4 +49,4 @@ def rebuild(store: NamespaceStore) -> int:
             found += 1
         if len(ids):
             store.last_use = int(headers[ids, layout.B_USED].max())
-    return found
+    return found, len(broken) + len(ids) - found

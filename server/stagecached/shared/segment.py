@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from stagecache_wire import shm
 from stagecache_wire.layout import PAGE
+from stagecached.memlock import tell_not_locked
 from stagecached.shared import layout
 from stagecached.shared.layout import SharedGeometry
 
@@ -36,6 +37,7 @@ class SharedSegment:
         words: memoryview of u64, header page and block headers.
         headers: u64 [num_blocks, BLOCK_WORDS], the block headers as an array.
         regions: void [num_blocks, block_size] a key, in the order of ``geometry.keys``.
+        locked: mlock succeeded.
     """
 
     def __init__(self, name: str, geometry: SharedGeometry, segment: shm.Segment) -> None:
@@ -52,11 +54,12 @@ class SharedSegment:
             ).reshape(geometry.num_blocks, geometry.block_size)
             for key, offset in zip(geometry.keys, geometry.region_offsets(), strict=False)
         ]
+        self.locked = False
         self._segment = segment
 
     @classmethod
     def create(cls, name: str, geometry: SharedGeometry, mode: int = 0o600) -> SharedSegment:
-        """Make and prefault a segment without content, its header written.
+        """Make, prefault and, where the limit allows it, lock a segment without content, its header written.
 
         Raises:
             shm.ShmFullError: no room; nothing is left behind.
@@ -67,6 +70,7 @@ class SharedSegment:
         made.words[layout.S_BASE_GENERATION] = made.words[layout.S_LAST_GENERATION] = 1
         for word, value in geometry.header_words():
             made.words[word] = value
+        made._lock()
         return made
 
     @classmethod
@@ -87,6 +91,18 @@ class SharedSegment:
             if found.words[word] != value:
                 raise SegmentMismatchError(f"header word {word} is {found.words[word]}, expected {value}")
         return found
+
+    def pin(self) -> None:
+        """After ``open``: map every page, so that no copy faults, and lock where that is allowed. Others may work on it
+        meanwhile.
+        """
+        shm.prefault(self._segment, live=True)
+        self._lock()
+
+    def _lock(self) -> None:
+        self.locked = shm.lock_memory(self._segment)
+        if not self.locked:
+            tell_not_locked("shared blocks are", self.size, segment=self.name)
 
     @property
     def size(self) -> int:

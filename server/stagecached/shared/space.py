@@ -75,5 +75,6 @@ class Space:
             evictions=dict(figures.evictions),
             created_unix_s=self.manifest.created_unix_s,
             used_unix_s=store.used_ns / 1e9,
+            locked=store.segment.locked,
             oldest_s=0.0 if oldest_ns is None else max(time.time() - oldest_ns / 1e9, 0.0),
         )

@@ -66,6 +66,8 @@ class StoreFigures:
     published: int = 0
     known: int = 0
     filled: int = 0
+    prefixes: dict[str, int] = field(default_factory=lambda: {"hit": 0, "pending": 0, "miss": 0})
+    """Looked-up and acquired prefixes by the state of their end, see ``Found``."""
     skipped: dict[PublishOutcome, int] = field(default_factory=dict)
     evictions: dict[str, int] = field(default_factory=lambda: {"capacity": 0, "reset": 0, "request": 0})
 
@@ -225,7 +227,7 @@ class NamespaceStore:
         keys = keys_of(block_hashes, generation)
         with self.lock:
             stored = len(self.pool.longest_prefix(keys, len(keys)))
-            self.count_lookup(len(keys), stored)
+            self.count_lookup(keys, stored)
             if stored == len(keys):
                 return Found(stored, pb.BLOCK_STATE_HIT, pb.PREFIX_END_WHOLE)
             if keys[stored] in self._pending:
@@ -238,10 +240,12 @@ class NamespaceStore:
             return pb.PREFIX_END_RESET
         return self._evicted.get(block_hash, pb.PREFIX_END_NOT_STORED)
 
-    def count_lookup(self, asked: int, found: int) -> None:
-        """Under the lock."""
-        self.figures.lookup_hashes += asked
+    def count_lookup(self, keys: Sequence[bytes], found: int) -> None:
+        """The first ``found`` of these are stored. Under the lock."""
+        self.figures.lookup_hashes += len(keys)
         self.figures.hit_hashes += found
+        end = "hit" if found == len(keys) else "pending" if keys[found] in self._pending else "miss"
+        self.figures.prefixes[end] += 1
         self.used_ns = self._clock()
 
     def give_back(self, blocks: Iterable[Block]) -> None:

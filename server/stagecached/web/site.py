@@ -91,6 +91,7 @@ class Site:
             "now": time.time(),
             "daemon": state.daemon_state(self._manager, self._socket, self.url, monitor.started_unix_s),
             "sessions": [state.session_state(fold, tracks.get(fold.session_id)) for fold in folds],
+            "shared": monitor.index.state() if monitor.index is not None else None,
             "errors": state.errors_state(monitor.journal.newest()),
         }
         session = self._session(selected)

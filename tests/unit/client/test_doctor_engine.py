@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 from stagecache.cli import app
 from stagecache.doctor import Finding, Report, Status, cpu_checks, engine_checks, run_checks
-from stagecache.doctor.subject import Subject
-from tests.unit.client.doctor_kit import FakeHost, only
+from stagecache.doctor.subject import DaemonFacts, Subject
+from stagecache_wire.v1 import stagecache_pb2 as pb
+from tests.unit.client.doctor_kit import DAEMON, FakeHost, only
 
 RUNNER = """
 class GPUModelRunner:
@@ -51,8 +52,18 @@ def add_package(site: Path, name: str, version: str, files: dict[str, str], entr
         (site / file).write_text(text)
 
 
-def add_vllm(site: Path, version: str = "0.30.0", runner: str = RUNNER) -> None:
-    add_package(site, "vllm", version, {"vllm/v1/worker/gpu_model_runner.py": runner})
+def source_of(owner: str, names: Sequence[str]) -> str:
+    """A class with these methods, each ``name`` or ``name(parameters)``."""
+    listed = [name.removesuffix(")").partition("(") for name in names]
+    return f"class {owner}:\n" + "".join(f"    def {name}(self, {rest}): ...\n" for name, _, rest in listed)
+
+
+def add_vllm(site: Path, version: str = "0.30.0", runner: str = RUNNER, **other: str) -> None:
+    """other: source of a class in place of one with all that the shim wraps, by its name."""
+    files = {
+        file: other.get(owner, source_of(owner, names)) for (file, owner), names in engine_checks.VLLM.wraps.items()
+    }
+    add_package(site, "vllm", version, files | {"vllm/v1/worker/gpu_model_runner.py": runner})
 
 
 def add_omni(site: Path, version: str = "0.30.0", mixin: str = MIXIN) -> None:
@@ -89,6 +100,16 @@ def test_vllm_without_what_the_shim_wraps(fake: FakeHost, site: Path) -> None:
     finding = only(list(engine_checks.check_vllm(fake.subject())))
     assert finding.status is Status.PROBLEM
     assert "GPUModelRunner.initialize_kv_cache" in finding.found
+
+
+def test_methods_of_shared_blocks_must_be_there_with_their_parameters(fake: FakeHost, site: Path) -> None:
+    connector = source_of("KVConnectorBase_V1", ["get_num_new_matched_tokens(request)", "update_state_after_alloc"])
+    add_vllm(site, KVConnectorBase_V1=connector)
+    finding = only(list(engine_checks.check_vllm(fake.subject())))
+    assert finding.status is Status.PROBLEM
+    assert "get_num_new_matched_tokens(request, num_computed_tokens)" in finding.found
+    assert "update_state_after_alloc(request, blocks, num_external_tokens)" in finding.found
+    assert "Scheduler." not in finding.found
 
 
 @pytest.mark.parametrize(
@@ -128,12 +149,24 @@ def test_environment(fake: FakeHost, site: Path) -> None:
     assert status(stage | {"VLLM_USE_V2_MODEL_RUNNER": "0"}) is Status.OK
     add_omni(site)
     assert status(stage) is Status.OK
+    shares = stage | {"STAGECACHE_SHARED_BLOCKS": "1"}
+    for limit, expected in ((0, Status.WARNING), (1 << 20, Status.OK)):
+        daemon = DaemonFacts(True, DAEMON, 0, pb.StatsResponse(shared_limit_bytes=limit))
+        checked = engine_checks.check_environment(fake.subject(daemon, environ=shares))
+        assert only(list(checked)).status is expected
 
 
 @pytest.mark.engine
 def test_what_doctor_looks_for_is_what_the_shim_needs() -> None:
+    from stagecache.shim import scheduler, shared_blocks
     from stagecache.shim.omni import patch
 
+    looked_for = {
+        owner: {name.partition("(")[0] for name in names} for (_, owner), names in engine_checks.VLLM.wraps.items()
+    }
+    for needed in (scheduler._NEEDED, shared_blocks.NEEDED, {"KVConnectorBase_V1": shared_blocks.CONNECTOR}):
+        for owner, names in needed.items():
+            assert looked_for[owner] >= set(names)
     assert engine_checks.OMNI.tested == patch.SUPPORTED
     assert engine_checks.OMNI.wraps[("vllm_omni/core/prefix_cache/runner_mixin.py", "PrefixCacheRunnerMixin")] == tuple(
         patch._MIXIN_METHODS

@@ -12,7 +12,9 @@ from stagecache.cli import app
 from stagecache.plan import (
     DeploymentPlan,
     PlanError,
+    SharedPlan,
     StageSpec,
+    parse_bytes,
     parse_key,
     plan_deployment,
     plan_stage,
@@ -20,7 +22,9 @@ from stagecache.plan import (
     stage_of,
 )
 from stagecache_wire.geometry import KeySchema
-from stagecached.config import DEFAULT_BUDGET
+from stagecache_wire.layout import PAGE
+from stagecached.config import DEFAULT_BUDGET, parse_size
+from stagecached.shared.layout import fitting_blocks
 
 THINKER = "__hidden_states__:bfloat16:2048"
 
@@ -115,6 +119,33 @@ def test_key_text_is_that_of_the_shim() -> None:
 def test_fields_that_do_not_fit_are_named(fields: dict[str, object], match: str) -> None:
     with pytest.raises(PlanError, match=match):
         plan_deployment([stage(**fields)])
+
+
+@pytest.mark.parametrize("size", ["64KiB", "1MiB", "8GiB"])
+def test_shared_blocks_count_as_the_daemon_makes_them(size: str) -> None:
+    """Never more blocks than the daemon makes, and one less a key at most: rows are rounded to whole pages."""
+    one = stage(keys=["a:float32:4", "b:int8"])
+    alone = plan_deployment([one])
+    shared = plan_deployment([one], SharedPlan(parse_bytes(size), 2))
+    total = shared.shared.total_bytes
+    assert total == parse_size(size)
+    assert shared.shm_bytes == alone.shm_bytes + total
+    assert shared.locked_bytes == alone.locked_bytes + total
+    assert shared.container_bytes >= alone.container_bytes + total
+    assert shared.total_bytes == alone.total_bytes, "the budget of sessions is another one"
+    made = fitting_blocks(total // 2, 16, tuple(one.keys))
+    block_bytes = 16 * 17 + 64
+    assert made - 1 - 3 * PAGE // block_bytes <= shared.shared.blocks(shared.stages[0]) <= made
+    code, printed = run("--num-blocks", "8", "--key", "a:float32:4", "--shared-bytes", size)
+    assert code == 0
+    assert "shared blocks" in printed
+    assert "--shared-bytes" not in run("--num-blocks", "8", "--key", "a:float32:4")[1]
+
+
+@pytest.mark.parametrize(("size", "match"), [("some", "no size"), ("20%", "no size"), ("8KiB", "no room for a block")])
+def test_shared_bytes_that_cannot_be_are_refused(size: str, match: str) -> None:
+    with pytest.raises(PlanError, match=match):
+        plan_deployment([stage(keys=[THINKER])], SharedPlan(parse_bytes(size)))
 
 
 def test_no_stage_is_refused() -> None:

@@ -18,6 +18,8 @@ from stagecache_wire.records import Kind, Record
 from stagecache_wire.traces import read_context, write_context
 from stagecache_wire.v1 import stagecache_pb2 as pb
 from stagecached.budget import Cost
+from stagecached.index import Namespace
+from stagecached.index.namespace import KeySchema as NamespaceKey
 from stagecached.metrics import record_figures
 from stagecached.metrics.calls import CallFigures, CallTimer
 from stagecached.metrics.catalog import INDEX_METRICS, METRICS
@@ -33,7 +35,12 @@ from stagecached.metrics.survey import Survey
 from stagecached.metrics.text import TextWriter
 from stagecached.metrics.totals import MAX_KEPT, Replicas, Totals
 from stagecached.refusal import ERROR_METADATA_KEY, Refusal, internal
+from stagecached.shared.figures import IndexTotals
+from stagecached.shared.manifest import NamespaceManifest
+from stagecached.shared.space import Space
+from stagecached.shared.store import NamespaceStore
 from stagecached.web.state import history_state, quantile
+from tests.unit.server.shared.kit import BLOCK_SIZE, KEYS, Member, digests, new_segment, publish
 
 
 def fold(session_id: str = "a" * 16, stage: str = "s", replica: str = "0", **words: int) -> SessionFold:
@@ -135,7 +142,7 @@ def test_text_is_what_prometheus_client_itself_writes() -> None:
 
 def test_every_family_of_a_session_is_there_from_its_first_moment() -> None:
     shown = {metric.name for metric, _ in families(snapshot(fold()))}
-    wanted = {name for name, metric in METRICS.items() if "stage" in metric.labels}
+    wanted = {name for name, metric in METRICS.items() if "replica" in metric.labels}
     assert wanted <= shown
 
 
@@ -162,28 +169,57 @@ def test_replicas_get_the_smallest_free_number_of_their_stage() -> None:
     assert [replicas.name(name, "s") for name in "acd"] == ["0", "2", "1"]
 
 
+def index_samples(totals: IndexTotals) -> dict[str, float]:
+    """By name and label values, as one word."""
+    return {" ".join((name.removeprefix("stagecache_"), *labels)): value for name, labels, value in totals.samples()}
+
+
+def test_figures_of_namespaces_end_with_them_and_totals_go_on() -> None:
+    schemas = tuple(NamespaceKey(key.name, key.dtype, key.row_shape) for key in KEYS)
+    namespace = Namespace("weights 1", "sha256_cbor", "seed", "talker", schemas, "float32", BLOCK_SIZE)
+    with new_segment(4) as segment:
+        manifest = NamespaceManifest.of(namespace, KEYS, 4, 1.0)
+        space = Space.of(manifest, NamespaceStore(segment))
+        spaces = [space]
+        totals = IndexTotals(lambda: spaces, 1 << 20)
+        member = Member(space.store)
+        for number in range(5):
+            publish(member, number)
+        space.leases.acquire("a" * 16, "r", digests(4, 5), member.generation)
+        space.store.look(digests(4), member.generation)
+        totals.not_joined(3)
+        totals.note("recovered", kept=7, dropped=2)
+        shown = index_samples(totals)
+        assert {name.split()[0] for name in shown} == {name.removeprefix("stagecache_") for name in INDEX_METRICS}
+        mine = f"talker {manifest.namespace_id[:12]}"
+        expected = {
+            "index_namespaces": 1, "index_leases": 1, "index_blocks held": 1, "index_blocks cached": 3,
+            "index_bytes limit": 1 << 20, "index_bytes used": space.total_bytes, "index_evictions_total capacity": 1,
+            "index_published_blocks_total stored": 5, "index_published_blocks_total not_kept": 3,
+            "index_lookup_hashes_total hit": 2, "index_lookup_hashes_total miss": 1, "index_prefixes_total hit": 1,
+            "index_prefixes_total miss": 1, "index_recovered_blocks_total kept": 7,
+            "index_recovered_blocks_total dropped": 2, f"namespace_blocks {mine} cached": 3,
+            f"namespace_stored_blocks_total {mine}": 5, f"namespace_evictions_total {mine}": 1,
+            f"namespace_lookup_hashes_total {mine} hit": 2, f"namespace_leases {mine}": 1,
+        }  # fmt: skip
+        assert {name: shown[name] for name in expected} == expected
+        assert 0 < shown[f"namespace_oldest_seconds {mine}"] < 60
+        totals.dropping(space)
+        spaces.clear()
+        left = index_samples(totals)
+        assert not [name for name in left if name.startswith("namespace_")]
+        assert left["index_published_blocks_total stored"] == 5
+        assert left["index_evictions_total request"] == 4
+        assert left["index_namespace_events_total dropped"] == 1
+
+
 def test_a_block_index_is_shown_where_there_is_one() -> None:
     hub, budget = SimpleNamespace(schedulers=lambda: 2), SimpleNamespace(limit_bytes=9, used_bytes=4)
     monitor = Monitor(SimpleNamespace(hub=hub, budget=budget, all=list), Journal())  # type: ignore[arg-type]
     assert not INDEX_METRICS & {metric.name for metric, _ in families(monitor.snapshot([]))}
-    monitor.index = SimpleNamespace(  # type: ignore[assignment]
-        blocks=lambda: {"held": 1, "cached": 2},
-        evictions=lambda: {"capacity": 3},
-        leases=lambda: 4,
-        lookups=lambda: {"hit": 5, "miss": 6},
-        publishes=lambda: {"stored": 7},
-        fills=lambda: 8,
-        bytes=lambda: {"used": 9, "limit": 10},
-    )
+    monitor.index = SimpleNamespace(samples=lambda: [("stagecache_index_blocks", ("cached",), 2)])
     shown = samples(TextWriter().write(families(monitor.snapshot([]))))
     assert shown["stagecache_index_blocks", (("state", "cached"),)] == 2
-    assert shown["stagecache_index_blocks", (("state", "free"),)] == 0
-    assert shown["stagecache_index_evictions_total", (("cause", "capacity"),)] == 3
-    assert shown["stagecache_index_leases", ()] == 4
-    assert shown["stagecache_index_lookup_hashes_total", (("result", "miss"),)] == 6
-    assert shown["stagecache_index_published_blocks_total", (("outcome", "stored"),)] == 7
-    assert shown["stagecache_index_filled_blocks_total", ()] == 8
-    assert shown["stagecache_index_bytes", (("which", "limit"),)] == 10
     assert shown["stagecache_schedulers", ()] == 2
 
 

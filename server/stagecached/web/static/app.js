@@ -178,6 +178,21 @@ function renderSessions() {
   setText($("sessions-sum"), state.sessions.length ? `${state.sessions.length} worker${state.sessions.length > 1 ? "s" : ""} of ${stages} stage${stages > 1 ? "s" : ""}` : "");
 }
 
+function renderShared() {
+  const shared = state.shared;
+  $("shared").hidden = !shared?.namespaces.length;
+  if ($("shared").hidden) return;
+  setText($("shared-sum"), `${bytes(shared.used_bytes)} of ${bytes(shared.limit_bytes)}`);
+  $("shared").querySelector("tbody").replaceChildren(...shared.namespaces.map((one) => {
+    const name = element("td", {}, element("span", { className: "name" }, one.stage), element("div", { className: "dim mono" }, one.id));
+    const cells = [
+      count(one.sessions), `${count(one.blocks - one.free)} of ${count(one.blocks)}`, count(one.held), count(one.leases),
+      one.asked ? percent(one.hit_ratio) : "–", count(one.stored), count(one.filled), count(one.evicted), `${age(one.oldest_s)} ago`,
+    ];
+    return element("tr", {}, name, ...cells.map((text) => element("td", { className: "n" }, text)));
+  }));
+}
+
 function renderScope() {
   const wanted = [["", "all sessions"], ...(selected ? [[selected, label(find(selected))]] : [])];
   const sign = JSON.stringify([wanted, scope]);
@@ -313,6 +328,7 @@ function render() {
   if (scope && !find(scope)) scope = "";
   renderTiles();
   renderSessions();
+  renderShared();
   renderScope();
   renderMemory();
   renderSelected();

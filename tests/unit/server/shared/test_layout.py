@@ -64,7 +64,7 @@ def test_a_rebuild_finds_what_was_stored_in_order_of_use_and_nothing_garbled() -
         at = layout.block_word(2)
         segment.words[at + layout.B_HASH + 1] ^= 1
         again = NamespaceStore(SharedSegment.open(segment.name, segment.geometry))
-        assert rebuild(again) == 3
+        assert rebuild(again) == (3, 1)
         assert segment.words[at + layout.B_SEAL] == 0
         late = Member(again)
         assert stored(late, range(4)) == [True, True, False, True]
