@@ -57,7 +57,6 @@ class SessionSegments:
         self.control_bytes = control.view
         self.arena: NDArray[np.uint8] = np.frombuffer(arena.map, np.uint8)
         self.slot_words: NDArray[np.uint64] = np.frombuffer(slots.map, np.uint64, geometry.num_slots)
-        self.locked = False
         self._parts = [control, arena, slots]
         self._mode = mode
         self.daemon_doorbell, self.worker_doorbell = shm.open_doorbells(names.daemon_doorbell, names.worker_doorbell)
@@ -207,14 +206,16 @@ class SessionSegments:
             self._lock(store)
 
     def _lock(self, store: KeyStore) -> None:
-        store.locked = all(shm.lock_memory(segment) for segment in store.segments())
+        store.lock()
         if not store.locked:
             room = memory_limits.memlock_room()
+            limit = f"RLIMIT_MEMLOCK of the daemon is {mib(room.limit_bytes)} MiB"
+            store.unlocked_why += f" ({limit}). {memory_limits.MEMLOCK_REMEDY}"
             (log.warning if room.swap else log.info)(
                 "key is not locked in memory",
                 session=self.names.session_id,
                 key=store.schema.name,
-                needed_mib=mib(key_bytes(self.geometry, store.row_bytes)),
+                needed_mib=mib(store.total_bytes),
                 rlimit_memlock_mib=mib(room.limit_bytes),
                 locked_mib=mib(room.locked_bytes),
                 remedy=memory_limits.MEMLOCK_REMEDY,
