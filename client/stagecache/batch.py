@@ -152,7 +152,7 @@ class BatchReader:
     def _row(self, req_id: str) -> int:
         state = self._requests.live.get(req_id)
         if state is None:  # The engine ran it before the cache was attached.
-            state = self._requests.start(req_id, [])
+            state = self._requests.start(req_id, [], whole=False)
         return state.period.row
 
 
@@ -161,15 +161,20 @@ def scheduled_runs(
 ) -> Runs:
     """Slots that a step was to write, from the scheduler's plan alone: the live batch may not have got so far (W8).
 
-    starts: first position by request. Positions beyond a request's known blocks are left out.
+    starts: first position by request. Positions beyond a request's blocks are left out.
+
+    Raises:
+        SlotMismatchError: the blocks of one of them are not known.
     """
     parts: list[Runs] = []
     size = geometry.block_size
     for req_id, count in scheduled.items():
         state = requests.live.get(req_id)
         start = starts.get(req_id)
-        if state is None or start is None or count <= 0 or start < 0:
+        if start is None or count <= 0 or start < 0:
             continue
+        if state is None or not state.whole:
+            raise SlotMismatchError(f"request {req_id} ran before this cache heard of it: its blocks are not known")
         end = min(start + count, len(state.blocks) * size)
         if end > start:
             parts.append(

@@ -102,6 +102,8 @@ class StageCache:
         self._in_flight: dict[int, weakref.ref[SavedStep]] = {}
         self._next_step_id = 1
         self._plan: StepPlan | None = None
+        self._missed: list[Any] = []
+        """Scheduler outputs of steps that were interrupted before all was noted that they say."""
         self._sharing: BlockSharing | None = None
         """Once a join was tried, also where nothing is shared."""
         self._renewals.watch(self._home)
@@ -238,15 +240,25 @@ class StageCache:
         begun = time.perf_counter_ns()
         try:
             plan = self._begin(scheduler_output)
-        except BaseException:
-            # An interrupt, or an output that cannot be read: which slots the step wrote may be in no plan (W8).
-            self._saver.epochs.unlogged = True
+        except BaseException:  # An interrupt, or an output that cannot be read.
+            self.miss_step(scheduler_output)
             raise
         self.counters.phase_ns["begin"] += time.perf_counter_ns() - begun
         if plan.error is not None:
             raise plan.error.again()
         if self._saver.deferred.errors:
             raise self._saver.deferred.take_error()
+
+    def miss_step(self, scheduler_output: Any) -> None:
+        """A step whose output was not noted, or not to the end: an interrupt came in between. Engine thread; may be
+        called again.
+
+        Which slots it wrote is in no plan, so the next step begins a new epoch (W8); and it notes what this output says
+        of requests, since the engine says once that a request has ended.
+        """
+        self._saver.epochs.unlogged = True
+        if not any(missed is scheduler_output for missed in self._missed):
+            self._missed.append(scheduler_output)
 
     def _begin(self, scheduler_output: Any) -> StepPlan:
         self._abandon()
@@ -261,15 +273,31 @@ class StageCache:
         else:
             self._saver.epochs.follow(epoch, getattr(scheduler_output, "stagecache_model", None))
         with self._lock:
-            plan = self._planner.plan(scheduler_output, self._next_step_id - 1)
+            plan = self._noted(scheduler_output)
         self._plan = plan
         if plan.ended:
             self._saver.flush_ended(plan.ended, plan.finished)
         if self._sharing is not None:
             self._sharing.begin(scheduler_output, plan)
+        if self._missed:
+            self._missed = []
         # Behind something that the log does not know, nothing may be read; where nothing can be logged, this says why.
         if plan.hits and (not self._saver.epochs.unlogged or self.session.away or self.session.has_ended()):
             self._saver.begin_hits(plan.hits)
+        return plan
+
+    def _noted(self, scheduler_output: Any) -> StepPlan:
+        """The plan of a step, behind what missed ones say. Caller holds the lock."""
+        last = self._next_step_id - 1
+        if not self._missed:
+            return self._planner.plan(scheduler_output, last)
+        earlier = [missed for missed in self._missed if missed is not scheduler_output]
+        ended = StepPlan(None, {}, 0)
+        self._planner.catch_up(earlier, ended, last)
+        plan = self._planner.plan(scheduler_output, last, again=len(earlier) < len(self._missed))
+        plan.ended = ended.ended + plan.ended
+        plan.finished = ended.finished + plan.finished
+        plan.replaced = ended.replaced + plan.replaced
         return plan
 
     def _abandon(self) -> None:
@@ -279,15 +307,17 @@ class StageCache:
             self._lose(plan)
 
     def _lose(self, plan: StepPlan) -> None:
-        with self._lock:
-            self._hits.release(gather for hit in plan.hits for gather in hit.gathers.values())
-            starts = start_positions(plan.source.scheduled_new_reqs or (), plan.source.scheduled_cached_reqs)
-            try:
+        try:
+            with self._lock:
+                self._hits.release(gather for hit in plan.hits for gather in hit.gathers.values())
+                starts = start_positions(plan.source.scheduled_new_reqs or (), plan.source.scheduled_cached_reqs)
                 runs = scheduled_runs(plan.scheduled, starts, self._requests, self._geometry)
-            except SlotMismatchError:  # A block id beyond the cache: which slots the step wrote cannot be told.
-                self._saver.epochs.unlogged = True
-                return
-        self._saver.epochs.lose(runs)
+            self._saver.epochs.lose(runs)
+        except SlotMismatchError:  # A block id beyond the cache, or blocks that nobody told: which slots, who knows.
+            self._saver.epochs.unlogged = True
+        except BaseException:
+            self._saver.epochs.unlogged = True
+            raise
 
     def reset(self, cause: str = "", *, same_model: bool = False) -> int:
         """Begin a new epoch: nothing saved before is readable after (R5). Engine thread. Returns the epoch.

@@ -52,10 +52,13 @@ class EngineResets:
             self._wanted = cause
             if self._asking:
                 return
-            self._asking = True
         threading.Thread(target=self._run, name="stagecache-ask-reset", daemon=True).start()
 
     def _run(self) -> None:
+        with self._lock:  # In here, so that an interrupt which keeps the thread from starting keeps nobody from asking.
+            if self._asking:
+                return
+            self._asking = True
         while True:
             with self._lock:
                 cause, self._wanted = self._wanted, ""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,8 @@ from stagecache.requests import RequestState, RequestTable
 from stagecache.slots import span_runs
 from stagecache.step import group_zero
 from stagecache_wire.geometry import Geometry
+
+logger = logging.getLogger("stagecache")
 
 
 @dataclass(slots=True)
@@ -40,8 +43,10 @@ class StepPlanner:
         self._requests = requests
         self._geometry = geometry
 
-    def plan(self, source: Any, last_step_id: int) -> StepPlan:
-        """Note what a scheduler output says. last_step_id: id of the newest step saved."""
+    def plan(self, source: Any, last_step_id: int, *, again: bool = False) -> StepPlan:
+        """Note what a scheduler output says. last_step_id: id of the newest step saved. again: it may have been noted
+        already, in part.
+        """
         scheduled: dict[str, int] = source.num_scheduled_tokens
         plan = StepPlan(source, scheduled, int(source.total_num_scheduled_tokens))
         requests = self._requests
@@ -49,6 +54,9 @@ class StepPlanner:
             plan.ended.append(req_id)
             plan.finished.append(req_id)
             requests.finish(req_id, last_step_id)
+        known = getattr(source, "stagecache_requests", None)
+        if known is not None:
+            self._finish_unknown(plan, known, last_step_id)
         for req_id in getattr(source, "preempted_req_ids", None) or ():
             state = requests.live.get(req_id)
             if state is not None:
@@ -58,8 +66,29 @@ class StepPlanner:
             self._new(plan, request, last_step_id)
         cached = source.scheduled_cached_reqs
         if cached is not None and cached.req_ids:
-            self._cached(plan, cached, last_step_id)
+            self._cached(plan, cached, last_step_id, again=again)
         return plan
+
+    def catch_up(self, missed: Sequence[Any], plan: StepPlan, last_step_id: int) -> None:
+        """Note what the outputs of steps say that were interrupted before all of it was noted: who ended goes into
+        ``plan``; their hits are nobody's any more. One that cannot be read is left out.
+        """
+        for source in missed:
+            try:
+                found = self.plan(source, last_step_id, again=True)
+            except Exception as error:
+                logger.warning("stagecache: a scheduler output cannot be read: %r", error)
+                continue
+            plan.ended += found.ended
+            plan.finished += found.finished
+            plan.replaced += found.replaced
+
+    def _finish_unknown(self, plan: StepPlan, known: Iterable[str], last_step_id: int) -> None:
+        """The scheduler has named all requests that it knows: others have ended, in an output that was lost."""
+        for req_id in self._requests.live.keys() - set(known):
+            plan.ended.append(req_id)
+            plan.finished.append(req_id)
+            self._requests.finish(req_id, last_step_id)
 
     def _new(self, plan: StepPlan, request: Any, last_step_id: int) -> None:
         req_id = request.req_id
@@ -72,7 +101,7 @@ class StepPlanner:
         else:
             self._comeback(plan, state, blocks, computed, last_step_id, aligned=state.preempted)
 
-    def _cached(self, plan: StepPlan, cached: Any, last_step_id: int) -> None:
+    def _cached(self, plan: StepPlan, cached: Any, last_step_id: int, *, again: bool) -> None:
         live = self._requests.live
         resumed = cached.resumed_req_ids
         if not resumed and not any(cached.new_block_ids):
@@ -90,12 +119,13 @@ class StepPlanner:
                     state.preempted = True
                     self._comeback(plan, state, blocks, computed, last_step_id, aligned=True)
             elif new_blocks and req_id in live:
-                live[req_id].blocks.extend(group_zero(new_blocks))
+                added, blocks = group_zero(new_blocks), live[req_id].blocks
+                blocks.extend([block for block in added if block not in blocks] if again else added)
 
     def _comeback(
         self, plan: StepPlan, state: RequestState, blocks: list[int], computed: int, last_step_id: int, *, aligned: bool
     ) -> None:
-        if state.blocks[: len(blocks)] != blocks[: len(state.blocks)]:
+        if not state.whole or state.blocks[: len(blocks)] != blocks[: len(state.blocks)]:
             plan.replaced.append(state.req_id)
         low = self._requests.comeback(state, blocks, computed, self._geometry.block_size, last_step_id)
         self._hit(plan, state, low, computed, aligned=aligned)

@@ -43,16 +43,20 @@ class Period:
 
 @dataclass(slots=True)
 class RequestState:
-    """A live request."""
+    """A live request. whole: ``blocks`` is its whole table; else it ran before this cache heard of it."""
 
     req_id: str
     blocks: list[int]
     period: Period
     preempted: bool = False
+    whole: bool = True
 
 
 class RequestTable:
-    """All live requests. Callers hold the cache's lock."""
+    """All live requests. Callers hold the cache's lock.
+
+    An interrupt may come anywhere in its methods; each may be done again with the same arguments.
+    """
 
     def __init__(self, *, explicit_acks: bool = False) -> None:
         """explicit_acks: rows count as delivered when ``ack`` says so, not when they were handed out."""
@@ -69,17 +73,18 @@ class RequestTable:
         self._free = list(range(63, -1, -1))
         self.retired: deque[tuple[Period, int]] = deque()
 
-    def start(self, req_id: str, blocks: list[int]) -> RequestState:
-        """A request that is not live begins."""
-        state = RequestState(req_id, blocks, self._new_period(None, []))
+    def start(self, req_id: str, blocks: list[int], *, whole: bool = True) -> RequestState:
+        """A request that is not live begins, or is met while it runs."""
+        state = RequestState(req_id, blocks, self._new_period(None, []), whole=whole)
         self.live[req_id] = state
         return state
 
     def finish(self, req_id: str, last_step_id: int) -> RequestState | None:
         """A request ends. Its rows of ``delivered`` are reused once all steps up to ``last_step_id`` are consumed."""
-        state = self.live.pop(req_id, None)
+        state = self.live.get(req_id)
         if state is not None:
             self._retire(state.period.chain, last_step_id)
+            del self.live[req_id]
         return state
 
     def comeback(
@@ -94,15 +99,15 @@ class RequestTable:
         replaced = not state.preempted and state.blocks[:within] != blocks[:within]
         cap = None if state.preempted else computed
         if replaced:
-            self._retire(state.period.chain, last_step_id)
-            state.period = self._new_period(0, [])
+            old, state.period = state.period.chain, self._new_period(0, [])
+            self._retire(old, last_step_id)
         else:
             chain = state.period.chain
             if len(chain) == 1:
                 self.chained += 1
             state.period = self._new_period(cap, chain)
         state.preempted = False
-        state.blocks = blocks
+        state.blocks, state.whole = blocks, True
         return self.low(state.period)
 
     def low(self, period: Period) -> int:
@@ -149,6 +154,8 @@ class RequestTable:
         """Free the rows of requests that ended, as far as no step older than ``oldest_unconsumed`` needs them."""
         while self.retired and self.retired[0][1] < oldest_unconsumed:
             period, _ = self.retired.popleft()
+            if self._periods[period.row] is not period:  # It was retired twice.
+                continue
             self._periods[period.row] = None
             self._free.append(period.row)
             if len(period.chain) > 1 and period is period.chain[-1]:
@@ -170,6 +177,6 @@ class RequestTable:
         row = self._free.pop()
         self.delivered[row] = self.handed[row] = 0
         period = Period(row, cap, chain)
-        chain.append(period)
         self._periods[row] = period
+        chain.append(period)
         return period

@@ -8,4 +8,5 @@ ROWS_LOST: Final = "rows of a step were lost"
 NOT_LOGGED: Final = "steps were not logged while the daemon was away"
 ATTACHED_ANEW: Final = "the worker attached anew"
 ATTACHED_LATE: Final = "the worker attached late"
-SAME_MODEL: Final = frozenset({ROWS_LOST, NOT_LOGGED, ATTACHED_ANEW, ATTACHED_LATE})
+SCHEDULE_LOST: Final = "what was scheduled never came to a worker"
+SAME_MODEL: Final = frozenset({ROWS_LOST, NOT_LOGGED, ATTACHED_ANEW, ATTACHED_LATE, SCHEDULE_LOST})

@@ -155,10 +155,13 @@ def prefault(segment: Segment, *, live: bool = False) -> None:
         del anchor
 
 
-def lock_memory(segment: Segment) -> bool:
-    """mlock the segment. False where the limit (RLIMIT_MEMLOCK) does not allow it."""
+def lock_memory(segment: Segment) -> str:
+    """mlock the segment. Empty where it is locked, else the kernel's reason: as a rule, RLIMIT_MEMLOCK does not allow
+    it.
+    """
     anchor = (ctypes.c_char * segment.size).from_buffer(segment.map)
     try:
-        return bool(_libc.mlock(ctypes.c_void_p(ctypes.addressof(anchor)), ctypes.c_size_t(segment.size)) == 0)
+        done = _libc.mlock(ctypes.c_void_p(ctypes.addressof(anchor)), ctypes.c_size_t(segment.size)) == 0
+        return "" if done else os.strerror(ctypes.get_errno())
     finally:
         del anchor

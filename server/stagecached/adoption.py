@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
@@ -49,18 +50,19 @@ async def take_over(manager: SessionManager, manifests: ManifestStore) -> Leftov
     found = sweep.node_groups().get(manager.node, sweep.NodeGroup(manager.node)).sessions
     noted = set(manifests.session_ids())
     for session_id in sorted({*found, *noted}):
-        swept = sweep.sweep_session(manager.node, session_id)
+        files = found.get(session_id, [])
+        swept = sweep.sweep_session(manager.node, session_id, files=files)
         if swept is not None:
             manifests.remove(session_id)
             removed += swept
             lost += 1
-        elif session_id not in noted and set(sweep.parts_of(manager.node, session_id)) <= {"lock"}:
+        elif session_id not in noted and {sweep.part_of(path) for path in files} <= {"lock"}:
             manager.expect(session_id)  # A client that has no session yet, or none at all: a scheduler with leases.
-        elif await _adopt(manager, manifests, session_id):
+        elif await _adopt(manager, manifests, session_id, files):
             adopted += 1
         else:
             manifests.remove(session_id)
-            removed += sweep.remove_session_files(manager.node, session_id)
+            removed += sweep.remove_files(files)
             manager.shared.owner_gone(session_id)
             manager.expect(session_id)
             lost += 1
@@ -68,12 +70,12 @@ async def take_over(manager: SessionManager, manifests: ManifestStore) -> Leftov
     return Leftovers(adopted, lost, removed)
 
 
-async def _adopt(manager: SessionManager, manifests: ManifestStore, session_id: str) -> bool:
-    """Adopt the session of a worker that lives. False where it cannot be."""
+async def _adopt(manager: SessionManager, manifests: ManifestStore, session_id: str, files: list[Path]) -> bool:
+    """Adopt the session of a worker that lives. files: the session's. False where it cannot be."""
     started = time.monotonic()
     try:
         manifest = manifests.load(session_id)
-        segments = await manager.background.in_thread(lambda: _map(manager, manifest))
+        segments = await manager.background.in_thread(lambda: _map(manager, manifest, files))
         sequence, times = manifests.stuck(session_id)
         if times >= MOST_STUCK and sequence == segments.consumed + 1:
             segments.words[layout.D_FAIL_SEQUENCE] = sequence
@@ -98,7 +100,7 @@ async def _adopt(manager: SessionManager, manifests: ManifestStore, session_id: 
     return True
 
 
-def _map(manager: SessionManager, manifest: Manifest) -> SessionSegments:
+def _map(manager: SessionManager, manifest: Manifest, files: list[Path]) -> SessionSegments:
     """The session's segments, mapped and checked.
 
     Raises:
@@ -108,7 +110,7 @@ def _map(manager: SessionManager, manifest: Manifest) -> SessionSegments:
     if manifest.abi != layout.ABI:
         raise AdoptError(f"its shared-memory ABI is {manifest.abi}, this daemon's is {layout.ABI}")
     names = SessionNames(manager.node, manifest.session_id)
-    parts = frozenset(sweep.parts_of(names.node, names.session_id))
+    parts = frozenset(sweep.part_of(path) for path in files)
     keys: dict[int, KeySchema] = {}
     listed = set(_BASE_PARTS)
     for key in manifest.keys:
@@ -116,7 +118,7 @@ def _map(manager: SessionManager, manifest: Manifest) -> SessionSegments:
         if own <= parts:
             keys[key.key_id] = key.to_schema().checked()
             listed |= own
-    sweep.remove_session_files(names.node, names.session_id, keep=frozenset(listed))
+    sweep.remove_files(files, keep=frozenset(listed))
     segments = SessionSegments.adopt(names, manifest.geometry.to_geometry().checked(), keys, manager.boot_id)
     if segments.status == layout.STATUS_ENDED:
         segments.close()

@@ -143,6 +143,7 @@ class Daemon:
             took_s=round(time.monotonic() - started, 3),
             resident_mib=mib(resident_bytes()),
         )
+        self._manager.background.keep(self._manager.pin_adopted())
         keep = await self._stop
         for task in polling:
             task.cancel()

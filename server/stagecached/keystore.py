@@ -58,13 +58,19 @@ class Gathered:
 
 
 class KeyStore:
-    """Staging pages, pool and claim table of one key. Only the session's consumer thread changes them."""
+    """Staging pages, pool and claim table of one key. Only the session's consumer thread changes them.
+
+    Attributes:
+        locked_bytes: of ``total_bytes``, those that are locked in memory.
+        unlocked_why: why the others are not; empty where there are none.
+    """
 
     def __init__(self, key_id: int, schema: KeySchema, geometry: Geometry, segments: dict[str, shm.Segment]) -> None:
         """segments: the mapped ``staging``, ``pool`` and ``table`` segments."""
         self.key_id = key_id
         self.schema = schema
-        self.locked = False
+        self.locked_bytes = 0
+        self.unlocked_why = "not locked yet"
         self.rows_scattered = 0
         self.rows_gathered = 0
         self._segments = segments
@@ -93,6 +99,26 @@ class KeyStore:
     @property
     def table_bytes(self) -> int:
         return self._segments["table"].size
+
+    @property
+    def total_bytes(self) -> int:
+        """Staging pages, pool and claims: what is to be locked."""
+        return sum(segment.size for segment in self._segments.values())
+
+    @property
+    def locked(self) -> bool:
+        return self.locked_bytes == self.total_bytes
+
+    def lock(self) -> None:
+        """Lock its memory, as far as that is allowed; may be done again. Sets ``locked_bytes`` and, where some are not,
+        ``unlocked_why``.
+        """
+        locked, why = 0, ""
+        for segment in self._segments.values():
+            error = shm.lock_memory(segment)
+            locked += 0 if error else segment.size
+            why = why or error
+        self.locked_bytes, self.unlocked_why = locked, why
 
     def segments(self) -> list[shm.Segment]:
         return list(self._segments.values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import structlog
 from numpy.typing import NDArray
 
 from stagecache_wire import layout, shm
@@ -18,8 +17,6 @@ from stagecached.shared.membership import Membership
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being prefaulted, bytes done and bytes in all."""
-
-log = structlog.get_logger()
 
 
 class AdoptError(RuntimeError):
@@ -56,7 +53,6 @@ class SessionSegments:
         self.control_bytes = control.view
         self.arena: NDArray[np.uint8] = np.frombuffer(arena.map, np.uint8)
         self.slot_words: NDArray[np.uint64] = np.frombuffer(slots.map, np.uint64, geometry.num_slots)
-        self.locked = False
         self._parts = [control, arena, slots]
         self._mode = mode
         self.daemon_doorbell, self.worker_doorbell = shm.open_doorbells(names.daemon_doorbell, names.worker_doorbell)
@@ -206,10 +202,10 @@ class SessionSegments:
             self._lock(store)
 
     def _lock(self, store: KeyStore) -> None:
-        store.locked = all(shm.lock_memory(segment) for segment in store.segments())
+        store.lock()
         if not store.locked:
-            needed = key_bytes(self.geometry, store.row_bytes)
-            tell_not_locked("key is", needed, session=self.names.session_id, key=store.schema.name)
+            names = {"session": self.names.session_id, "key": store.schema.name}
+            store.unlocked_why += tell_not_locked("key is", store.total_bytes, **names)
 
     def close_key(self, key_id: int) -> None:
         """Unlink a key and let go of it. No error where it is gone already: the record that asks may be done twice."""

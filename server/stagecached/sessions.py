@@ -46,6 +46,9 @@ from stagecached.watch import WatchHub
 MAX_EXPECTED: Final = 256
 """Workers that had a handshake and have not attached; beyond it the oldest must ask again."""
 
+PINNED_AT_ONCE: Final = 4
+"""Adopted sessions whose memory is faulted and locked at the same time."""
+
 UNMAP_TIMEOUT_S: Final = 2.0
 """Longest wait for calls that still read a session which has ended."""
 
@@ -284,13 +287,21 @@ class SessionManager:
         )
         self.expect(manifest.session_id)
         self._expected.pop(manifest.session_id)
-        self.background.keep(self._pin(session))
         return session
 
-    async def _pin(self, session: Session) -> None:
-        """Fault and lock an adopted session's memory, beside its consumer: large pools take seconds."""
-        with session.in_use():
-            await self.background.in_thread(session.segments.pin)
+    async def pin_adopted(self) -> None:
+        """Fault and lock the memory of adopted sessions, beside their consumers: a GiB takes up to a second, so it is
+        done behind the start, a few at a time: who attaches meanwhile needs the same threads.
+        """
+        turns = asyncio.Semaphore(PINNED_AT_ONCE)
+
+        async def pin(session: Session) -> None:
+            async with turns:
+                if self._sessions.get(session.session_id) is session:
+                    with session.in_use():
+                        await self.background.in_thread(session.segments.pin)
+
+        await asyncio.gather(*(pin(session) for session in self.all() if session.adopted))
 
     def _start(
         self,

@@ -69,4 +69,7 @@ def _key_stats(session: Session, store: KeyStore) -> pb.KeyStats:
         rows_gathered=store.rows_gathered,
         present_slots=store.present_slots(segments.slot_words, segments.epoch_sequence),
         locked=store.locked,
+        lockable_bytes=store.total_bytes,
+        locked_bytes=store.locked_bytes,
+        unlocked_why=store.unlocked_why,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -38,11 +38,14 @@ class NodeGroup:
 
 
 def node_groups(directory: Path = SHM_DIRECTORY) -> dict[str, NodeGroup]:
-    """This user's files in ``directory`` that have our prefix and form, by node."""
+    """This user's files in ``directory`` that have our prefix and form, by node.
+
+    It looks at every file there: a start does it once, not once a session.
+    """
     groups: dict[str, NodeGroup] = {}
-    for path in directory.iterdir():
-        match = _NAME.fullmatch(path.name)
-        if match is None or not _is_own(path):
+    for name in os.listdir(directory):
+        match = _NAME.fullmatch(name)
+        if match is None or not _is_own(path := directory / name):
             continue
         group = groups.setdefault(match["node"], NodeGroup(match["node"]))
         if match["session"]:
@@ -66,8 +69,8 @@ def sweep_other_nodes(own_node: str, directory: Path = SHM_DIRECTORY) -> int:
         if lock is None:
             continue
         kept = False
-        for session_id in group.sessions:
-            count = sweep_session(node, session_id, directory)
+        for session_id, files in group.sessions.items():
+            count = sweep_session(node, session_id, directory, files=files)
             kept = kept or count is None
             removed += count or 0
         if not kept:
@@ -77,29 +80,34 @@ def sweep_other_nodes(own_node: str, directory: Path = SHM_DIRECTORY) -> int:
     return removed
 
 
-def sweep_session(node: str, session_id: str, directory: Path = SHM_DIRECTORY) -> int | None:
-    """Remove all files of a session whose worker is dead; the caller holds the node's lock.
+def sweep_session(
+    node: str, session_id: str, directory: Path = SHM_DIRECTORY, *, files: Iterable[Path] | None = None
+) -> int | None:
+    """Remove all files of a session whose worker is dead; the caller holds the node's lock. files: the session's.
 
     Returns the number of files removed, or None where the worker lives and nothing was touched.
     """
     lock = _taken(directory / SessionNames(node, session_id).worker_lock.name)
     if lock is None:
         return None
-    removed = remove_session_files(node, session_id, directory)
+    removed = remove_files(session_files(node, session_id, directory) if files is None else files)
     lock.release(unlink=True)
     return removed + 1
 
 
-def remove_session_files(
-    node: str, session_id: str, directory: Path = SHM_DIRECTORY, *, keep: frozenset[str] = frozenset()
-) -> int:
-    """Unlink the segments and semaphores of a session, but not its worker's lock file, nor a part named in ``keep``.
+def remove_session_files(node: str, session_id: str, directory: Path = SHM_DIRECTORY) -> int:
+    """``remove_files`` of all files of a session."""
+    return remove_files(session_files(node, session_id, directory))
+
+
+def remove_files(files: Iterable[Path], *, keep: frozenset[str] = frozenset()) -> int:
+    """Unlink segments and semaphores of a session, but not its worker's lock file, nor a part named in ``keep``.
 
     Only for a caller who knows that the session is dead or his own. Returns the number of files removed.
     """
     removed = 0
-    for path in node_groups(directory).get(node, NodeGroup(node)).sessions.get(session_id, ()):
-        part = path.name.rpartition(".")[2]
+    for path in files:
+        part = part_of(path)
         if part == "lock" or part in keep:
             continue
         with contextlib.suppress(FileNotFoundError):
@@ -141,7 +149,13 @@ def _is_own(path: Path) -> bool:
         return False
 
 
-def parts_of(node: str, session_id: str, directory: Path = SHM_DIRECTORY) -> Iterator[str]:
-    """Names of the parts of a session that exist."""
-    for path in node_groups(directory).get(node, NodeGroup(node)).sessions.get(session_id, ()):
-        yield path.name.rpartition(".")[2]
+def session_files(node: str, session_id: str, directory: Path = SHM_DIRECTORY) -> list[Path]:
+    """This user's files of one session; no other file is looked at."""
+    stem = f"{PREFIX}.{node}.{session_id}."
+    names = [name for name in os.listdir(directory) if name.startswith((stem, f"sem.{stem}"))]
+    return [directory / name for name in names if _NAME.fullmatch(name) and _is_own(directory / name)]
+
+
+def part_of(path: Path) -> str:
+    """Which part of its session a file is."""
+    return path.name.rpartition(".")[2]

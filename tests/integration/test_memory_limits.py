@@ -12,6 +12,7 @@ import pytest
 
 from stagecache import errors
 from stagecache.control import connect_observer
+from stagecache_wire.v1 import stagecache_pb2 as pb
 from tests.daemon_process import DaemonProcess, poll_until
 from tests.integration.helpers import MIB, own_daemon, status_of, worker
 from tests.integration.sharing_worker import SharingWorker
@@ -28,9 +29,18 @@ os.execv(sys.executable, [sys.executable, "-m", "stagecached", *sys.argv[1:]])
 """
 
 
-def locked(daemon: DaemonProcess) -> bool:
+def keys_of(daemon: DaemonProcess) -> list[pb.KeyStats]:
     with connect_observer(daemon.socket) as observer:
-        return all(key.locked for session in observer.stats().sessions for key in session.keys)
+        return [key for session in observer.stats().sessions for key in session.keys]
+
+
+def locked(daemon: DaemonProcess) -> bool:
+    """Whether all keys are, and the figures say the same."""
+    keys = keys_of(daemon)
+    for one in keys:
+        assert one.lockable_bytes > one.pool_bytes + one.staging_bytes > 0
+        assert one.locked is (one.locked_bytes == one.lockable_bytes) is (one.unlocked_why == "")
+    return all(one.locked for one in keys)
 
 
 def anchored(pid: int) -> int:
@@ -87,6 +97,9 @@ def test_memory_that_may_not_be_locked_is_told_with_limit_and_remedy(tmp_path: P
             assert re.search(r"needed_mib=1[0-9]\.\d", said[0])
             assert "LimitMEMLOCK=infinity" in said[0]
             assert not locked(daemon)
+            (found,) = keys_of(daemon)
+            assert "RLIMIT_MEMLOCK of the daemon is 1.0 MiB" in found.unlocked_why
+            assert found.locked_bytes < found.lockable_bytes
     finally:
         daemon.close()
 

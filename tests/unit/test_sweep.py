@@ -114,7 +114,7 @@ def test_file_of_another_user_is_never_touched(shm: Path, monkeypatch: pytest.Mo
 def test_files_of_a_session_may_be_removed_but_its_lock_and_what_is_listed(shm: Path) -> None:
     leave(shm, NODE, ONE)
     leave(shm, NODE, TWO)
-    sweep.remove_session_files(NODE, ONE, shm, keep=frozenset({"control", "daemon"}))
+    sweep.remove_files(sweep.session_files(NODE, ONE, shm), keep=frozenset({"control", "daemon"}))
     left = {name for name in names(shm) if ONE in name}
     stem = f"stagecache.{NODE}.{ONE}"
     assert left == {f"{stem}.control", f"sem.{stem}.daemon", f"{stem}.lock"}
@@ -123,5 +123,17 @@ def test_files_of_a_session_may_be_removed_but_its_lock_and_what_is_listed(shm: 
 
 def test_parts_are_named_without_their_session(shm: Path) -> None:
     leave(shm, NODE, ONE)
-    parts = set(sweep.parts_of(NODE, ONE, shm))
+    parts = {sweep.part_of(path) for path in sweep.session_files(NODE, ONE, shm)}
     assert parts == {"control", "arena", "slots", "staging0", "pool0", "table12", "lock", "daemon", "worker"}
+
+
+def test_of_one_session_no_other_file_is_looked_at(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start with many sessions would else look at each file once a session."""
+    leave(shm, NODE, ONE)
+    leave(shm, NODE, TWO)
+    looked: list[str] = []
+    inner = sweep._is_own
+    monkeypatch.setattr(sweep, "_is_own", lambda path: looked.append(path.name) or inner(path))
+    assert len(sweep.session_files(NODE, ONE, shm)) == 9
+    assert all(ONE in name for name in looked)
+    assert len(looked) == 9

@@ -50,6 +50,8 @@ def show_status(socket: Path, *, as_json: bool, timeout_s: float) -> None:
         return
     out.print(_session_table(stats))
     out.print(_key_table(stats))
+    for why in _unlocked(stats):
+        out.print(why)
 
 
 def _shared_line(stats: pb.StatsResponse) -> str:
@@ -107,9 +109,24 @@ def _key_table(stats: pb.StatsResponse) -> Table:
                 f"{key.rows_scattered:,}",
                 f"{key.rows_gathered:,}",
                 f"{key.present_slots:,}",
-                "yes" if key.locked else "no",
+                _bytes(key.locked_bytes)
+                if key.locked
+                else f"[red]{_bytes(key.locked_bytes)}[/] of {_bytes(key.lockable_bytes)}",
             )
     return table
+
+
+def _unlocked(stats: pb.StatsResponse) -> list[str]:
+    """For each reason why memory is not locked: of how many keys, how many bytes."""
+    missing: dict[str, list[int]] = {}
+    for session in stats.sessions:
+        for key in session.keys:
+            if not key.locked:
+                missing.setdefault(key.unlocked_why, []).append(key.lockable_bytes - key.locked_bytes)
+    return [
+        f"Not locked in memory: {_bytes(sum(found))} of {len(found)} key(s): {escape(why)}"
+        for why, found in missing.items()
+    ]
 
 
 def _pinned(one: pb.SessionStats) -> str:

@@ -64,6 +64,10 @@ class BlockLeases:
     def __len__(self) -> int:
         return len(self._leases)
 
+    def holders(self) -> list[str]:
+        """Requests that hold something."""
+        return list(self._leases)
+
     def acquire(self, req_id: str, hashes: Sequence[bytes]) -> int:
         """Hold the longest prefix of ``hashes`` that the node keeps, in place of what the request held; how many those
         are. 0 where the daemon does not answer in time.

@@ -11,8 +11,12 @@ On each scheduler output it sets attributes, which pickling keeps (those of shar
 
     stagecache_epoch         int; when it is higher than the last one, nothing saved before may be read (R5)
     stagecache_model         int; another one than before says that with it the model may have become another one
+    stagecache_requests      only behind a schedule() that was cut short: ids of all requests that the scheduler knows
     stagecache_block_hashes  for each request that is new or resumed in this step, the hashes of its full blocks, from
                              block 0 up to the end of what this step computes: dict[str, list[bytes]]
+
+An output that an interrupt kept from its workers is never made again: its hashes are of blocks that nobody computes,
+and its finished ids are named nowhere else. So the next schedule() begins with a reset, and names all requests.
 
 A reset asked for elsewhere (an engine call in ``scheduler_engine``, the daemon in ``scheduler_watch``, a worker that
 lost rows) only leaves its cause; it is done on the engine's thread, before the next schedule(), which is before
@@ -31,7 +35,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from stagecache.gates import no_cache_reason, read_facts
-from stagecache.reset_causes import SAME_MODEL
+from stagecache.reset_causes import SAME_MODEL, SCHEDULE_LOST
 from stagecache.shim.block_leases import BlockLeases
 from stagecache.shim.identity import engine_name
 from stagecache.shim.methods import method_of
@@ -79,6 +83,8 @@ class SchedulerShim:
         self.watch: SchedulerWatch | None = None
         self._causes: deque[str] = deque()
         self._resetting = False
+        self._lost = False
+        """A schedule() was cut short since the last output."""
 
     def request_reset(self, cause: str) -> None:
         """Have the engine forget its prefix cache before the next schedule(). Any thread; returns at once."""
@@ -112,13 +118,23 @@ class SchedulerShim:
         def schedule(*args: Any, **kwargs: Any) -> Any:
             if causes:
                 self._reset(owner())
-            output = inner(*args, **kwargs)
-            output.stagecache_epoch = self.epoch
-            output.stagecache_model = self.model
-            if shared is not None:
-                shared.put_on(output, requests, manager)
-            if self.attach_hashes:
-                output.stagecache_block_hashes = first_hashes(output, requests, tokens_per_hash)
+            try:
+                output = inner(*args, **kwargs)
+                output.stagecache_epoch = self.epoch
+                output.stagecache_model = self.model
+                if self._lost:
+                    output.stagecache_requests = list(requests)
+                    if shared is not None:
+                        shared.forget_all_but(requests)
+                if shared is not None:
+                    shared.put_on(output, requests, manager)
+                if self.attach_hashes:
+                    output.stagecache_block_hashes = first_hashes(output, requests, tokens_per_hash)
+            except BaseException:
+                self._lost = True
+                causes.append(SCHEDULE_LOST)
+                raise
+            self._lost = False
             return output
 
         return schedule

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -107,6 +107,16 @@ class SharedBlocks:
                     earlier.pop(req_id, None)
             self._in_flight.append((output, full))
             output.stagecache_published = {}
+
+    def forget_all_but(self, requests: Container[str]) -> None:
+        """Let go of what requests held that the scheduler does not know: the output that named their end was lost, and
+        so was what others of that time were to publish or fill.
+        """
+        self._fill, self._settled = [], {}
+        self._in_flight.clear()
+        self._full.clear()
+        known = {*self._offers, *self._loading, *self.leases.holders()}
+        self._forget([req_id for req_id in known if req_id not in requests])
 
     # ----------------------------------------------------------------- PUBLISH
 

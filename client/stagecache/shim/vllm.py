@@ -122,12 +122,17 @@ class RunnerShim:
 
     def run_step(self, forward: Callable[[], Any], scheduler_output: Any) -> Any:
         """One engine step: begin, ``forward()``, save, hand out. Returns what ``forward()`` returned."""
-        self._step += 1
-        runner = self._runner()
-        started = time.perf_counter()
-        if self.late is not None:
-            self._join(self.late)
-        failed = self._begin(scheduler_output)
+        try:
+            self._step += 1
+            runner = self._runner()
+            started = time.perf_counter()
+            if self.late is not None:
+                self._join(self.late)
+            failed = self._begin(scheduler_output)
+        except BaseException:  # An interrupt: the engine goes on behind this output.
+            if self.cache is not None:
+                self.cache.miss_step(scheduler_output)
+            raise
         begun = time.perf_counter()
         result = forward()
         computed = time.perf_counter()

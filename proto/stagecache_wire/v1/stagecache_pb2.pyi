@@ -283,7 +283,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class KeyStats(_message.Message):
-    __slots__ = ("key", "key_id", "pool_bytes", "staging_bytes", "rows_scattered", "rows_gathered", "present_slots", "locked")
+    __slots__ = ("key", "key_id", "pool_bytes", "staging_bytes", "rows_scattered", "rows_gathered", "present_slots", "locked", "lockable_bytes", "locked_bytes", "unlocked_why")
     KEY_FIELD_NUMBER: _ClassVar[int]
     KEY_ID_FIELD_NUMBER: _ClassVar[int]
     POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -292,6 +292,9 @@ class KeyStats(_message.Message):
     ROWS_GATHERED_FIELD_NUMBER: _ClassVar[int]
     PRESENT_SLOTS_FIELD_NUMBER: _ClassVar[int]
     LOCKED_FIELD_NUMBER: _ClassVar[int]
+    LOCKABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOCKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNLOCKED_WHY_FIELD_NUMBER: _ClassVar[int]
     key: KeySchema
     key_id: int
     pool_bytes: int
@@ -300,7 +303,10 @@ class KeyStats(_message.Message):
     rows_gathered: int
     present_slots: int
     locked: bool
-    def __init__(self, key: _Optional[_Union[KeySchema, _Mapping]] = ..., key_id: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., rows_scattered: _Optional[int] = ..., rows_gathered: _Optional[int] = ..., present_slots: _Optional[int] = ..., locked: _Optional[bool] = ...) -> None: ...
+    lockable_bytes: int
+    locked_bytes: int
+    unlocked_why: str
+    def __init__(self, key: _Optional[_Union[KeySchema, _Mapping]] = ..., key_id: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., rows_scattered: _Optional[int] = ..., rows_gathered: _Optional[int] = ..., present_slots: _Optional[int] = ..., locked: _Optional[bool] = ..., lockable_bytes: _Optional[int] = ..., locked_bytes: _Optional[int] = ..., unlocked_why: _Optional[str] = ...) -> None: ...
 
 class SessionStats(_message.Message):
     __slots__ = ("session_id", "model", "stage", "pid", "rank", "geometry", "keys", "head", "consumed", "epoch", "steps", "bytes", "state", "failure", "hits", "hit_rows", "unknown_rows", "adopted", "attached_unix_s", "pinned_bytes", "unpinned_bytes", "engine", "namespace_id", "generation")

@@ -100,7 +100,7 @@ class SharedSegment:
         self._lock()
 
     def _lock(self) -> None:
-        self.locked = shm.lock_memory(self._segment)
+        self.locked = not shm.lock_memory(self._segment)
         if not self.locked:
             tell_not_locked("shared blocks are", self.size, segment=self.name)
 

@@ -159,11 +159,16 @@ def test_lost_slots_are_those_that_the_step_would_have_written(parts: list[tuple
     assert (expand_runs(runs).tolist() if len(runs) else []) == expected
 
 
-def test_lost_slots_leave_strangers_out() -> None:
+def test_lost_slots_are_told_only_where_all_blocks_are_known() -> None:
+    """W8: of a request that ran before the cache heard of it, nobody knows which blocks it writes."""
     requests = RequestTable()
     requests.start("known", [1])
-    scheduled = {"stranger": 3, "known": 2, "nowhere": 1}
-    assert expand_runs(scheduled_runs(scheduled, {"known": 1, "stranger": 0}, requests, GEOMETRY)).tolist() == [5, 6]
+    scheduled = {"known": 2, "nowhere": 1}
+    assert expand_runs(scheduled_runs(scheduled, {"known": 1}, requests, GEOMETRY)).tolist() == [5, 6]
+    for stranger in ("stranger", "late"):
+        requests.start("late", [7], whole=False)
+        with pytest.raises(SlotMismatchError, match=stranger):
+            scheduled_runs({**scheduled, stranger: 3}, {"known": 1, stranger: 0}, requests, GEOMETRY)
 
 
 def test_first_positions_are_of_all_that_an_output_names() -> None:

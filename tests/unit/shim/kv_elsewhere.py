@@ -78,6 +78,9 @@ class Node:
         self._rng = random.Random(seed)
         self._evicting = evicting
 
+    def holders(self) -> list[str]:
+        return list(self.held)
+
     def acquire(self, req_id: str, hashes: Sequence[bytes]) -> int:
         self.release((req_id,))
         count = 0

@@ -156,6 +156,32 @@ def test_a_reset_asked_for_by_any_thread_is_done_before_the_next_schedule() -> N
     assert scheduler.schedule().stagecache_epoch == 1  # type: ignore[attr-defined]
 
 
+def test_a_schedule_that_is_cut_short_is_followed_by_a_reset_and_the_names_of_all_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """W8, R1: its hashes are of blocks that nobody computes, and nobody else names the requests that it let go."""
+    scheduler = Scheduler()
+    scheduler.requests = {"a": running("a"), "b": running("b")}
+    shim = install(scheduler)
+    scheduler.schedule()
+    model = shim.model
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shims, "first_hashes", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            scheduler.schedule()
+    del scheduler.requests["a"]
+    scheduler.next = SchedulerStep()
+    output: Any = scheduler.schedule()
+    assert (output.stagecache_epoch, output.stagecache_model) == (1, model)
+    assert output.stagecache_requests == ["b"]
+    scheduler.next = SchedulerStep()
+    assert not hasattr(scheduler.schedule(), "stagecache_requests")
+
+
 def test_a_reset_of_the_engine_itself_answers_what_was_asked_for_before() -> None:
     scheduler = Scheduler()
     shim = install(scheduler)

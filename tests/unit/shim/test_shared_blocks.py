@@ -94,6 +94,30 @@ def test_a_prompt_that_is_whole_elsewhere_computes_its_last_block(model_config: 
     assert engine.worker.bad == 0
 
 
+def test_a_lease_ends_where_the_output_that_says_so_is_lost(model_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt behind the scheduler's own part: it names the ended request never again."""
+    node, elsewhere = Node(), Elsewhere()
+    Engine(model_config, node, elsewhere).run("a", max_tokens=3)
+    engine = Engine(model_config, node, elsewhere)
+    scheduler = engine.scheduler
+    scheduler.add_request(make_request("b", PROMPT, 30))
+    engine.worker.execute(scheduler.schedule())
+    assert list(node.held) == ["b"]
+    scheduler.finish_requests(["b"], RequestStatus.FINISHED_ABORTED)
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.shared, "put_on", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            scheduler.schedule()
+    assert list(node.held) == ["b"]
+    output = scheduler.schedule()
+    assert not node.held
+    assert (output.stagecache_requests, output.stagecache_epoch, node.model_changes) == ([], 1, 0)
+
+
 def test_a_lease_lasts_as_long_as_its_request(model_config: Any) -> None:
     """Not longer where it finishes, is aborted or preempted."""
     node, elsewhere = Node(), Elsewhere()

@@ -15,6 +15,7 @@ view, 0.32.0rc1 a ``write_layout=`` with each save.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -150,14 +151,19 @@ class SidecarPrefixCacheManager:
             OmniPrefixCacheUnmatchError: a hit without blocks or not at a block's end (H3). A deferred write that
                 failed (W5) is logged: its rows alone are unknown, and the cache goes on.
         """
-        output = self._steps.read(step)
-        self._view.begin(output)
+        output: Any = None
         try:
+            output = self._steps.read(step)
+            self._view.begin(output)
             self.cache.new_step_starts(output)
         except FailedWriteError as error:
             logger.error("stagecache: %s", error)  # The runner would not save this step, whose rows are good.
         except StageCacheError as error:
             as_omni(error)
+            raise
+        except BaseException:  # An interrupt: the engine goes on behind this step.
+            with contextlib.suppress(Exception):
+                self.cache.miss_step(self._steps.read(step) if output is None else output)
             raise
 
     def save_outputs(
