@@ -57,6 +57,8 @@ class Arena:
     def __init__(self, data: NDArray[np.uint8]) -> None:
         """data: u8 [arena bytes], the mapped segment."""
         self.data = data
+        self.address: int = data.ctypes.data
+        """Of ``data``, in this process."""
         usable = len(data) // 8 * 7 // ALIGN * ALIGN
         self.bounce = Extent(usable, (len(data) - usable) // ALIGN * ALIGN)
         self.usable = usable
@@ -71,7 +73,8 @@ class Arena:
 
     def allocate(self, size: int) -> Extent | None:
         """An extent of ``size`` bytes at a multiple of 64, or None where none is free."""
-        self.collect()
+        if self._torn or self.released:
+            self.collect()
         need = max(ALIGN, (size + ALIGN - 1) // ALIGN * ALIGN)
         for index, (offset, length) in enumerate(self._free):
             if length >= need:
@@ -96,7 +99,8 @@ class Arena:
 
     def may_lease(self, extent: Extent) -> bool:
         """Whether a tensor may hold the extent: held ones take half of the arena at most, the rest is for steps."""
-        self.collect()
+        if self._torn or self.released:
+            self.collect()
         return self.leased_bytes + extent.size <= self.usable // 2
 
     def lease(self, extent: Extent) -> NDArray[np.uint8]:

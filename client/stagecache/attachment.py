@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from stagecache.arena import Arena
 from stagecache.counters import Counters
 from stagecache.device import CpuDevice, clone_rows
 from stagecache.errors import DaemonLostError
 from stagecache.export import Exporter
-from stagecache.hits import Hit, HitReader
+from stagecache.hits import Gather, Hit, HitReader
 from stagecache.keys import KeyBook
 from stagecache.merge import SavedStep, Window
 from stagecache.saver import StepSaver
@@ -76,8 +78,8 @@ class Attachment:
         self._lock = lock
         self._merge_timeout_s = merge_timeout_s
 
-    def read_hit(self, hit: Hit, name: str, needed: Window) -> torch.Tensor:
-        """uint8 rows of hit and tail, the tail not filled in. Waits for the gather; holds no lock.
+    def read_hit(self, hit: Hit, name: str, needed: Window) -> NDArray[np.uint8]:
+        """u8 rows of hit and tail, the tail not filled in. Waits for the gather; holds no lock.
 
         Raises:
             StageCacheError: the rows cannot be had.
@@ -89,19 +91,22 @@ class Attachment:
             raise DaemonLostError(f"request {hit.req_id}: key {name} has no rows of its hit at the daemon")
         return self.hits.read(hit, gather, needed, self._merge_timeout_s)
 
-    def hand_out(self, hit: Hit, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Merged rows as a tensor of their own: a lease of their extent, or a copy where tensors hold too much."""
+    def hand_out(self, hit: Hit, name: str, raw: NDArray[np.uint8]) -> torch.Tensor:
+        """Merged rows as a tensor of their own: a lease of their extent, or a copy where tensors hold too much.
+
+        raw: what ``read_hit`` gave, the tail filled in.
+        """
         gather = hit.gathers[name]
         if gather.extent is None:
-            return rows
+            return as_rows(raw, hit, gather)
         with self._lock:
             leased = self.arena.lease(gather.extent) if self.arena.may_lease(gather.extent) else None
             if leased is not None:
                 gather.extent = None
         if leased is None:
             self._counters.copied_extents += 1
-            return clone_rows(rows)
-        return torch.from_numpy(leased)[: rows.numel() * rows.element_size()].view(rows.dtype).view(rows.shape)
+            return clone_rows(as_rows(raw, hit, gather))
+        return as_rows(leased, hit, gather)
 
     def land(self, step: SavedStep) -> None:
         """Wait until a step's rows are in host memory. Holds no lock.
@@ -114,4 +119,16 @@ class Attachment:
 
     def release(self, step: SavedStep) -> None:
         """Give back what hits of a consumed step hold. Caller holds the lock."""
-        self.hits.release(gather for hit in step.hits.values() for gather in hit.gathers.values())
+        for hit in step.hits.values():
+            self.hits.release(hit.gathers.values())
+
+
+def as_rows(raw: NDArray[np.uint8], hit: Hit, gather: Gather) -> torch.Tensor:
+    """[rows + tail, *row_shape] over ``raw``, which lives as long as the tensor's memory is used.
+
+    Two calls into torch: what it costs to make a tensor is its code, which is cold behind a forward.
+    """
+    key, rows = gather.key, hit.high - hit.low + hit.tail
+    items = torch.frombuffer(raw, dtype=key.dtype, count=rows * key.row_items)
+    shape = key.schema.row_shape
+    return items.view(rows, *shape) if shape else items

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagecache.errors import SlotMismatchError, StepTooLargeError
-from stagecache.requests import RequestTable
+from stagecache.requests import Numbers, RequestTable
 from stagecache.slots import FEW_BLOCKS, FEW_REQUESTS, DecodeSlots, Runs, batch_runs, few_runs
 from stagecache.step import BatchView
 from stagecache_wire.geometry import Geometry
@@ -23,17 +23,17 @@ class Batch:
     """Layout of a step's rows, in batch order.
 
     counts: rows of each request; None where each has one. offsets: first row of each, [requests + 1]; None likewise.
-    first: int [requests], first position. ends: first + counts. rows: int64 [requests], places in the request table.
-    runs: of all rows. tokens: sum of counts.
+    first: int [requests], first position. ends: first + counts. rows: [requests], places in the request table. runs: of
+    all rows. tokens: sum of counts. Numbers of requests are arrays in decode steps, lists where requests are few.
     """
 
     req_ids: list[str]
     tokens: int
     counts: list[int] | None
     offsets: list[int] | None
-    first: NDArray[Any]
-    ends: NDArray[Any]
-    rows: NDArray[np.int64]
+    first: Numbers
+    ends: Numbers
+    rows: Numbers
     runs: Runs
 
     def span(self, index: int) -> tuple[int, int]:
@@ -45,6 +45,15 @@ class Batch:
     def slots(self) -> NDArray[np.int64]:
         """int64 [tokens]: the slot of each row."""
         return self.runs.astype(np.int64) if self.runs.ndim == 1 else expand_runs(self.runs)
+
+    def blocks(self, block_size: int) -> set[int]:
+        """Ids of the blocks that the step writes."""
+        if self.runs.ndim == 1 or len(self.runs) > FEW_BLOCKS:
+            return set((self.slots() // block_size).tolist())
+        found: set[int] = set()
+        for start, length in self.runs.tolist():
+            found.update(range(start // block_size, (start + length - 1) // block_size + 1))
+        return found
 
     def spans(self) -> list[tuple[int, int]]:
         """First and end row of every request."""
@@ -70,7 +79,8 @@ class BatchReader:
         self._next: NDArray[Any] = np.empty(0, np.int64)
         """First positions of the step after the last decode step, if its requests go on, and their bytes."""
         self._next_bytes = b""
-        self._last_rows: NDArray[np.int64] = np.empty(0, np.int64)
+        self._last_rows: list[int] = []
+        self._last_rows_array: NDArray[np.int64] | None = None
 
     def read(self, scheduled: Mapping[str, int], planned: int, tokens: int) -> Batch:
         """The batch of a step that the scheduler planned with ``planned`` tokens and that brought ``tokens`` rows.
@@ -107,25 +117,28 @@ class BatchReader:
             first = live.copy()  # the live array goes on
             runs = self._slots.start(self._view.block_table(), first)
         rows = self._rows(ids)
+        if self._last_rows_array is None:
+            self._last_rows_array = np.array(rows, np.int64)
         self._next = ends = first + 1
         self._next_bytes = ends.tobytes()
         self._decoded = requests.version
-        return Batch(ids, count, None, None, first, ends, rows, runs)
+        return Batch(ids, count, None, None, first, ends, self._last_rows_array, runs)
 
     def _mixed(self, ids: list[str], scheduled: Mapping[str, int], tokens: int) -> Batch:
         """Any other step."""
         self._decoded = -1
         counts = [max(scheduled.get(req_id, 0), 0) for req_id in ids]
-        first = np.array(self._view.num_computed()[: len(ids)], np.int64)
+        first = self._view.num_computed()[: len(ids)].tolist()
         offsets = [0, *accumulate(counts)]
         if offsets[-1] != tokens:
             raise self._mismatch(offsets[-1], tokens)
         size, num_blocks, table = self._geometry.block_size, self._geometry.num_blocks, self._view.block_table()
         if len(ids) <= FEW_REQUESTS and tokens <= FEW_BLOCKS * size:
-            runs = few_runs(table, first.tolist(), counts, size, num_blocks)
+            runs = few_runs(table, first, counts, size, num_blocks)
         else:
-            runs = batch_runs(table, first, np.array(counts, np.int64), size, num_blocks)
-        return Batch(ids, tokens, counts, offsets, first, first + counts, self._rows(ids), runs)
+            runs = batch_runs(table, np.array(first, np.int64), np.array(counts, np.int64), size, num_blocks)
+        ends = [start + count for start, count in zip(first, counts, strict=True)]
+        return Batch(ids, tokens, counts, offsets, first, ends, self._rows(ids), runs)
 
     def _is_decode(self, scheduled: Mapping[str, int], ids: list[str]) -> bool:
         """Whether each request has one token; then the next step with these ids is known by one comparison."""
@@ -142,10 +155,10 @@ class BatchReader:
             remedy="save_outputs must be called with the batch of the last new_step_starts.",
         )
 
-    def _rows(self, ids: list[str]) -> NDArray[np.int64]:
+    def _rows(self, ids: list[str]) -> list[int]:
         requests = self._requests
         if requests.version != self._last_version or ids != self._last_ids:
-            self._last_rows = np.array([self._row(req_id) for req_id in ids], np.int64)
+            self._last_rows, self._last_rows_array = [self._row(req_id) for req_id in ids], None
             self._last_ids, self._last_version = ids, requests.version
         return self._last_rows
 

@@ -524,15 +524,20 @@ class StageCache:
         return self._requests.low(period), self._requests.high(period)
 
     def _delivered(self, step: SavedStep, wanted: list[str], clipped: dict[str, Window] | None) -> None:
-        batch = step.batch
+        batch, hits = step.batch, step.hits
         if clipped is None and batch.counts is None and wanted is batch.req_ids:
             self._requests.handed_out_all(batch.rows, batch.ends)
             return
-        of = windows(step, wanted, lambda _: (0, NO_END)) if clipped is None else clipped
-        index_of = {req_id: index for index, req_id in enumerate(batch.req_ids)}
-        for req_id, (begin, end) in of.items():
+        some = None if wanted is batch.req_ids else set(wanted)
+        for index, req_id in enumerate(batch.req_ids):
+            if some is not None and req_id not in some:
+                continue
+            if clipped is not None:
+                begin, end = clipped[req_id]
+            else:
+                begin, end = hits[req_id].low if req_id in hits else int(batch.first[index]), int(batch.ends[index])
             if end > begin:
-                self._requests.handed_out(int(batch.rows[index_of[req_id]]), begin, end)
+                self._requests.handed_out(int(batch.rows[index]), begin, end)
 
     def _end_step(self, step: SavedStep) -> None:
         if step.page is not None:

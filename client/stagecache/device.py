@@ -29,6 +29,12 @@ _releasing.argtypes = _signature
 _releasing.restype = ctypes.c_void_p
 
 
+def move_bytes(target: int, source: int, size: int) -> None:
+    """Copy ``size`` bytes from one address of this process to another."""
+    move = _holding if size < RELEASE_BYTES else _releasing
+    move(target, source, size)
+
+
 def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
     """target[:] = source for host tensors of one dtype and shape; a single memmove where both are contiguous."""
     if source.is_neg() or source.is_conj():  # Lazy bits of the view, which its bytes do not show.

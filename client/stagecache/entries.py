@@ -35,7 +35,8 @@ class Entries:
 
     def take(self) -> Entry | None:
         """A free entry, or None."""
-        self._collect()
+        if self._torn or self._released:
+            self._collect()
         if not self._free:
             return None
         self._torn = True

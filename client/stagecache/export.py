@@ -112,7 +112,7 @@ class Exporter:
         if batch.counts is not None:
             values[_PREFILL] += tokens - batch.counts.count(1)
         if staged != self._staged:
-            self._staged, self._staged_bytes = staged, sum(key.schema.row_bytes for key in staged)
+            self._staged, self._staged_bytes = staged, sum(key.row_bytes for key in staged)
         values[_STAGED] += tokens * len(staged)
         values[_STAGED + 1] += tokens * self._staged_bytes
         begin, save = phases["begin"], phases["save"]
@@ -121,7 +121,9 @@ class Exporter:
         self._begin_ns = values[_BEGIN_NS] = begin
         self._save_ns = values[_SAVE_NS] = save
         now, session = time.monotonic_ns(), self._session
-        if (
+        if step.leftover or step.failed:
+            self._saved_more(step)
+        if not step.hits and (  # Where it has hits, its materialize tells all.
             now - self._full_at > FULL_NS
             or step.local
             or step.leftover
@@ -130,7 +132,6 @@ class Exporter:
             or session.waits_total != self._waits_seen
             or self._arena.released
         ):
-            self._saved_more(step)
             self._publish(unconsumed)
             return
         values[_STEPS] = counters.steps
@@ -182,10 +183,10 @@ class Exporter:
         rows = size = 0
         for req_id in req_ids:
             hit: Hit | None = step.hits.get(req_id)
-            for gather in hit.gathers.values() if hit is not None else ():
-                assert hit is not None
-                rows += hit.rows
-                size += hit.rows * gather.key.schema.row_bytes
+            if hit is not None:
+                for gather in hit.gathers.values():
+                    rows += hit.high - hit.low
+                    size += (hit.high - hit.low) * gather.key.row_bytes
         self._values[path] += rows
         self._values[path + 1] += size
 

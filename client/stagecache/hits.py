@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 from stagecache.arena import Arena, Extent
 from stagecache.entries import Entries, Entry
@@ -22,13 +22,15 @@ from stagecache.mapping import StagedKey
 from stagecache.policy import HIDDEN_KEY
 from stagecache.session import Session
 from stagecache.slots import Runs, span_runs
-from stagecache_wire.records import GATHER_DTYPE, Kind, Record
+from stagecache_wire.records import Record, pack_gather, pack_span
 from stagecache_wire.results import Result
 
 BOUNCE_RESULT = 0
 """Entry of the result table that pieces through the bounce use."""
 
 _MAX_GATHERS = 512
+_FEW_GATHERS = 16
+"""So few are one record, if their runs fit: no need to tell which ones share a span before it is made."""
 _MAX_RUNS = 1 << 16
 
 
@@ -37,14 +39,16 @@ class Gather:
     """One (request, key): where its rows go, and which record brings them.
 
     extent: hit rows, then room for this step's. entry: of the result table. sequence: of the last record that
-    gathered it. pieces, found: instead of an extent, where it came through the bounce. error: it cannot be had.
+    gathered it. pieces, found: instead of an extent, where it came through the bounce; u8 [bytes]. address: where the
+    rows begin in this process. error: it cannot be had.
     """
 
     key: StagedKey
     extent: Extent | None = None
     entry: Entry | None = None
+    address: int = 0
     sequence: int = 0
-    pieces: torch.Tensor | None = None
+    pieces: NDArray[np.uint8] | None = None
     found: Result | None = None
     error: StageCacheError | None = None
 
@@ -91,15 +95,18 @@ class HitReader:
         """Give each hit an extent and a result for each key that it has none for. Caller holds the cache's lock."""
         planned = []
         for hit in hits:
+            gathers, rows = hit.gathers, hit.high - hit.low + hit.tail
             for key in keys:
-                if key.schema.name in hit.gathers:
+                name = key.schema.name
+                if name in gathers:
                     continue
-                gather = hit.gathers[key.schema.name] = Gather(key)
+                gather = gathers[name] = Gather(key)
                 entry = self.entries.take()
                 if entry is not None:
-                    gather.extent = self._arena.allocate((hit.rows + hit.tail) * key.schema.row_bytes)
-                    if gather.extent is not None:
+                    extent = gather.extent = self._arena.allocate(rows * key.row_bytes)
+                    if extent is not None:
                         gather.entry = entry
+                        gather.address = self._arena.address + extent.offset
                     else:
                         self.entries.give_back(entry)
                 planned.append((hit, gather))
@@ -107,13 +114,21 @@ class HitReader:
 
     def records(self, planned: list[tuple[Hit, Gather]]) -> list[tuple[Record, list[tuple[Hit, Gather]]]]:
         """Records that bring the gathers that have an extent, as few as fit, each with what it brings."""
+        ready = [pair for pair in planned if pair[1].extent is not None]
+        if len(ready) <= _FEW_GATHERS:
+            words = 0
+            for hit, _ in ready:
+                words += len(hit.runs)
+            if words <= _MAX_RUNS:
+                return [(self._record(ready), ready)] if ready else []
+        return self._many_records(ready)
+
+    def _many_records(self, ready: list[tuple[Hit, Gather]]) -> list[tuple[Record, list[tuple[Hit, Gather]]]]:
         records: list[tuple[Record, list[tuple[Hit, Gather]]]] = []
         open_until: list[tuple[Hit, Gather]] = []
         runs = 0
         seen: set[int] = set()
-        for hit, gather in planned:
-            if gather.extent is None:
-                continue
+        for hit, gather in ready:
             more = 0 if id(hit) in seen else len(hit.runs)
             if open_until and (len(open_until) >= _MAX_GATHERS or runs + more > _MAX_RUNS):
                 records.append((self._record(open_until), open_until))
@@ -130,26 +145,21 @@ class HitReader:
     @staticmethod
     def _record(planned: list[tuple[Hit, Gather]]) -> Record:
         spans: dict[int, int] = {}
-        span_words: list[tuple[int, int, int, int]] = []
+        span_words = gather_words = b""
         runs: list[Runs] = []
         first = 0
-        gathers = np.zeros(len(planned), GATHER_DTYPE)
-        for index, (hit, gather) in enumerate(planned):
+        for hit, gather in planned:
             span = spans.get(id(hit))
             if span is None:
-                span = spans[id(hit)] = len(span_words)
-                span_words.append((first, len(hit.runs), hit.rows, 0))
+                span, count = len(runs), len(hit.runs)
+                spans[id(hit)] = span
+                span_words += pack_span(first, count, hit.high - hit.low, 0)
                 runs.append(hit.runs)
-                first += len(hit.runs)
+                first += count
             assert gather.extent is not None
-            gathers[index] = (span, gather.key.key_id, gather.result, 0, gather.extent.offset)
-        return Record(
-            0,
-            Kind.BEGIN,
-            spans=np.array(span_words, np.uint32),
-            span_runs=runs[0] if len(runs) == 1 else np.concatenate(runs),
-            gathers=gathers,
-        )
+            assert gather.entry is not None
+            gather_words += pack_gather(span, gather.key.key_id, gather.entry.index, 0, gather.extent.offset)
+        return Record.begin(span_words, runs[0] if len(runs) == 1 else np.concatenate(runs), gather_words)
 
     @staticmethod
     def logged(planned: list[tuple[Hit, Gather]], sequence: int) -> None:
@@ -171,7 +181,7 @@ class HitReader:
 
     def _spill_one(self, hit: Hit, gather: Gather, timeout_s: float) -> None:
         key, bounce = gather.key, self._arena.bounce
-        row_bytes = key.schema.row_bytes
+        row_bytes = key.row_bytes
         step = bounce.size // row_bytes
         if step < 1:
             raise UnreadableHitError(
@@ -181,8 +191,7 @@ class HitReader:
                 slots=(),
                 remedy="Raise arena_bytes.",
             )
-        pieces = torch.empty((hit.rows + hit.tail) * row_bytes, dtype=torch.uint8)
-        raw = pieces.numpy()
+        pieces = np.empty((hit.rows + hit.tail) * row_bytes, np.uint8)
         parts: list[Result] = []
         for start in range(0, hit.rows, step):
             rows = min(step, hit.rows - start)
@@ -193,13 +202,13 @@ class HitReader:
             self._session.wait_consumed(sequence, timeout_s, f"the hit of request {hit.req_id}")
             found = self._result(BOUNCE_RESULT, sequence)
             parts.append(found)
-            raw[start * row_bytes : (start + rows) * row_bytes] = self._arena.data[
+            pieces[start * row_bytes : (start + rows) * row_bytes] = self._arena.data[
                 bounce.offset : bounce.offset + rows * row_bytes
             ]
-        gather.pieces, gather.found = pieces, _joined(parts)
+        gather.pieces, gather.address, gather.found = pieces, pieces.ctypes.data, _joined(parts)
 
-    def read(self, hit: Hit, gather: Gather, needed: tuple[int, int], timeout_s: float) -> torch.Tensor:
-        """uint8 [(rows + tail) * row_bytes]: the extent (or the pieces) of a gather. Positions [begin, end) of
+    def read(self, hit: Hit, gather: Gather, needed: tuple[int, int], timeout_s: float) -> NDArray[np.uint8]:
+        """u8 [(rows + tail) * row_bytes]: the extent (or the pieces) of a gather. Positions [begin, end) of
         ``needed`` are all readable. Waits for the record; holds no lock.
 
         Raises:
@@ -211,14 +220,15 @@ class HitReader:
         if gather.pieces is None:
             self._session.wait_consumed(gather.sequence, timeout_s, f"the hit of request {hit.req_id}")
             gather.found = self._result(gather.result, gather.sequence)
-        assert gather.found is not None
-        self._check(hit, gather, gather.found, needed)
+        found = gather.found
+        assert found is not None
+        if found.unknown_end or found.absent_end:
+            self._check(hit, gather, found, needed)
         if gather.pieces is not None:
             return gather.pieces
         assert gather.extent is not None
-        extent = gather.extent
-        size = (hit.rows + hit.tail) * gather.key.schema.row_bytes
-        return torch.from_numpy(self._arena.data[extent.offset : extent.offset + size])
+        offset = gather.extent.offset
+        return self._arena.data[offset : offset + (hit.high - hit.low + hit.tail) * gather.key.row_bytes]
 
     def release(self, gathers: Iterable[Gather]) -> None:
         """Give back extents and entries of a step that is over. Caller holds the cache's lock. It may be done twice;

@@ -58,6 +58,8 @@ class KeyBook:
         self._demoted: set[str] = set()
         self._settled: dict[str, tuple[StagedKey, bool]] = {}
         """Open keys whose rows came before, and whether they are deferred: most steps ask nothing else."""
+        self._hit_keys: list[StagedKey] | None = None
+        self._hit_keys_for: ModelCachePolicy | None = None
         self._settled_for: ModelCachePolicy | None = None
         self.refused: dict[str, StageCacheError] = {}
         """Keys that the daemon will not open (budget, shape), with its error: hits on them fail. It is not asked
@@ -68,6 +70,7 @@ class KeyBook:
         one may prove wrong.
         """
         self.open[key.schema.name] = key
+        self._hit_keys = None
         if remembered and key.schema.name not in self._declared:
             self._remembered.add(key.schema.name)
         if key.schema.provisional:
@@ -89,11 +92,16 @@ class KeyBook:
         return name in self._declared
 
     def hit_keys(self) -> list[StagedKey]:
-        """Keys that a hit gathers: hidden first where the model needs it, then the others by name."""
+        """Keys that a hit gathers: hidden first where the model needs it, then the others by name.
+        The list is shared, so never to be changed.
+        """
+        if self._hit_keys is not None and self._hit_keys_for is self.policy:
+            return self._hit_keys
         names = sorted(name for name in self.open if name != HIDDEN_KEY)
         if self.policy.needs_full_hidden_states and HIDDEN_KEY in self.open:
             names.insert(0, HIDDEN_KEY)
-        return [self.open[name] for name in names]
+        self._hit_keys, self._hit_keys_for = [self.open[name] for name in names], self.policy
+        return self._hit_keys
 
     def split(
         self, hidden: torch.Tensor | None, outputs: Mapping[str, Any], n: int, padded: int, batch_size: int
@@ -178,8 +186,7 @@ class KeyBook:
         if key is None or wrong is not None:
             schema = KeySchema(name, dtype_name(tensor.dtype), tuple(tensor.shape[1:]), provisional)
             if wrong is not None:
-                del self.open[name]
-                self._settled.pop(name, None)
+                self._drop(name)
                 split.replaced.append(wrong)
             try:
                 if name not in self.refused:
@@ -219,9 +226,13 @@ class KeyBook:
         name = key.schema.name
         self._provisional.discard(name)
         self._demoted.add(name)
+        self._drop(name)
+        split.demoted.append(key)
+
+    def _drop(self, name: str) -> None:
         del self.open[name]
         self._settled.pop(name, None)
-        split.demoted.append(key)
+        self._hit_keys = None
 
 
 def _may_be_rows(tensor: torch.Tensor) -> bool:

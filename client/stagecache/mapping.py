@@ -31,7 +31,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 class StagedKey:
     """A key of the session, with its staging pages as tensors.
 
-    pages: one tensor a page, [capacity, *row_shape] of the key's dtype, over shared memory.
+    pages: one tensor a page, [capacity, *row_shape] of the key's dtype, over shared memory. addresses: where each
+    begins in this process. row_bytes, row_items: bytes and elements of a row.
     """
 
     key_id: int
@@ -39,7 +40,10 @@ class StagedKey:
     segment: shm.Segment = field(repr=False)
     geometry: Geometry = field(repr=False)
     pages: list[torch.Tensor] = field(init=False, repr=False)
+    addresses: list[int] = field(init=False, repr=False)
     dtype: torch.dtype = field(init=False)
+    row_bytes: int = field(init=False)
+    row_items: int = field(init=False)
     _cut: dict[int, tuple[int, torch.Tensor]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -49,14 +53,17 @@ class StagedKey:
     def _map(self) -> None:
         self.dtype = torch_dtype(self.schema.dtype)
         capacity = self.geometry.staging_capacity_tokens
-        stride = page_stride(self.geometry, self.schema.row_bytes)
+        self.row_bytes = self.schema.row_bytes
+        self.row_items = self.row_bytes // self.dtype.itemsize
+        stride = page_stride(self.geometry, self.row_bytes)
         flat = torch.frombuffer(self.segment.map, dtype=torch.uint8)
         self.pages = [
-            flat[page * stride : page * stride + capacity * self.schema.row_bytes]
+            flat[page * stride : page * stride + capacity * self.row_bytes]
             .view(self.dtype)
             .view(capacity, *self.schema.row_shape)
             for page in range(self.geometry.staging_depth)
         ]
+        self.addresses = [page.data_ptr() for page in self.pages]
 
     def rows(self, page: int, count: int) -> torch.Tensor:
         """[count, *row_shape]: the first rows of a page. Decode steps ask for the same ones again and again."""
@@ -80,6 +87,7 @@ class ControlWords:
             AbiMismatchError: the segment is of another layout or of another session.
         """
         self.layout = ControlLayout.of(geometry)
+        self._results_word = self.layout.results_word
         self._control = shm.open_segment(control_segment)
         self.arena_segment = shm.open_segment(arena_segment)
         self.words = self._control.view.cast("Q")
@@ -101,5 +109,5 @@ class ControlWords:
 
     def result(self, index: int) -> Result:
         """An entry of the result table."""
-        at = self.layout.result_word(index)
+        at = self._results_word + index * layout.RESULT_WORDS
         return Result.of(self.words[at : at + layout.RESULT_WORDS].tolist())

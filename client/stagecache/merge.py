@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from stagecache import leftovers
 from stagecache.batch import Batch
-from stagecache.device import clone_rows, copy_rows
+from stagecache.device import clone_rows, move_bytes
 from stagecache.errors import StageCacheError
 from stagecache.hits import Hit
 from stagecache.mapping import StagedKey
@@ -67,8 +69,11 @@ class SavedStep(_Referable):
 Window = tuple[int, int]
 """Positions [begin, end) of one request that a step hands out."""
 
-ReadHit = Callable[[Hit, str, Window], torch.Tensor]
-"""(hit, key name, needed positions) -> uint8 rows of hit and tail, the tail not filled in."""
+ReadHit = Callable[[Hit, str, Window], NDArray[np.uint8]]
+"""(hit, key name, needed positions) -> u8 rows of hit and tail, the tail not filled in."""
+
+HandOut = Callable[[Hit, str, NDArray[np.uint8]], torch.Tensor]
+"""(hit, key name, rows as read, the tail filled in) -> [rows + tail, *row_shape], a tensor that lives on its own."""
 
 
 def windows(step: SavedStep, req_ids: Iterable[str], low_high: Callable[[int], Window]) -> dict[str, Window]:
@@ -91,12 +96,12 @@ def assemble(
     req_ids: list[str],
     window_of: dict[str, Window] | None,
     read_hit: ReadHit,
-    hand_out: Callable[[Hit, str, torch.Tensor], torch.Tensor],
+    hand_out: HandOut,
 ) -> StageCacheOutputs:
     """Build the outputs. Holds no lock; copies rows out of the page before anyone may free it.
 
     window_of: positions by request, or None where each request gets all of its rows. read_hit raises where hit rows
-    cannot be had. hand_out(hit, key name, rows) turns a merged extent into a tensor that lives on its own.
+    cannot be had.
     """
     hidden: dict[str, torch.Tensor] | None = {} if step.wants_hidden else None
     mm: dict[str, dict[str, Any]] = {}
@@ -128,42 +133,57 @@ def _merge_key(
     name: str,
     window_of: dict[str, Window] | None,
     read_hit: ReadHit,
-    hand_out: Callable[[Hit, str, torch.Tensor], torch.Tensor],
+    hand_out: HandOut,
 ) -> dict[str, torch.Tensor]:
-    batch = step.batch
-    local = step.local.get(name)
-    if local is not None:
-        source, owned = local, True
-    else:
-        assert step.page is not None
-        source, owned = step.all_keys[name].rows(step.page.page, batch.tokens), False
-    hits = step.hits
+    batch, hits = step.batch, step.hits
+    own = step.local.get(name)  # Rows that may be handed out as they are; what is in the page must be copied first.
     if not hits and window_of is None and len(req_ids) == len(batch.req_ids):
-        rows = source if owned else clone_rows(source)
+        rows = own
+        if rows is None:
+            assert step.page is not None
+            rows = clone_rows(step.all_keys[name].rows(step.page.page, batch.tokens))
         # "Unsafe" where somebody takes gradients; of rows, it saves the bookkeeping of a view a request.
         parts = rows.unsafe_split_with_sizes(_ones(batch.tokens) if batch.counts is None else batch.counts)
         if req_ids is batch.req_ids or req_ids == batch.req_ids:
             return dict(zip(req_ids, parts, strict=True))
         by_id = dict(zip(batch.req_ids, parts, strict=True))
         return {req_id: by_id[req_id] for req_id in req_ids}
-    spans = dict(zip(batch.req_ids, batch.spans(), strict=True))
-    firsts = dict(zip(batch.req_ids, batch.first.tolist(), strict=True))
+    places = {req_id: index for index, req_id in enumerate(batch.req_ids)}
     merged: dict[str, torch.Tensor] = {}
-    plain = [req_id for req_id in req_ids if req_id not in hits]
-    copied = source if owned or not plain else clone_rows(source)
     for req_id in req_ids:
-        start, end = spans[req_id]
+        index = places[req_id]
+        start, end = batch.span(index)
+        window = None if window_of is None else window_of[req_id]
         hit = hits.get(req_id)
-        if hit is None:
-            rows = copied[start:end]
-            if window_of is not None:
-                begin, stop = window_of[req_id]
-                first = firsts[req_id]
-                rows = rows[max(begin - first, 0) : max(stop - first, 0)]
-        else:
-            rows = _merge_hit(hit, name, source[start:end], window_of, read_hit, hand_out)
-        merged[req_id] = rows
+        if hit is not None:
+            found = _merge_hit(hit, name, _address(step, name), start, end, window, read_hit, hand_out)
+            merged[req_id] = _in_page(step, name)[:0].clone() if found is None else found
+            continue
+        if own is None:
+            own = clone_rows(_in_page(step, name))
+        if window is not None:
+            first = int(batch.first[index])
+            start, end = start + max(window[0] - first, 0), start + max(window[1] - first, 0)
+        merged[req_id] = own[start:end]
     return merged
+
+
+def _in_page(step: SavedStep, name: str) -> torch.Tensor:
+    """A key's rows of the step where they are: in the page, or in a copy of the step's own."""
+    rows = step.local.get(name)
+    if rows is not None:
+        return rows
+    assert step.page is not None
+    return step.all_keys[name].rows(step.page.page, step.batch.tokens)
+
+
+def _address(step: SavedStep, name: str) -> int:
+    """Where these rows begin in this process; they are contiguous."""
+    own = step.local.get(name)
+    if own is not None:
+        return int(own.data_ptr())
+    assert step.page is not None
+    return step.all_keys[name].addresses[step.page.page]
 
 
 @lru_cache(maxsize=16)
@@ -175,18 +195,27 @@ def _ones(count: int) -> list[int]:
 def _merge_hit(
     hit: Hit,
     name: str,
-    tail: torch.Tensor,
-    window_of: dict[str, Window] | None,
+    rows_at: int,
+    start: int,
+    end: int,
+    window: Window | None,
     read_hit: ReadHit,
-    hand_out: Callable[[Hit, str, torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    begin, stop = window_of[hit.req_id] if window_of is not None else (hit.low, hit.high + len(tail))
+    hand_out: HandOut,
+) -> torch.Tensor | None:
+    """The hit's rows and behind them the step's rows [start, end), which begin at address ``rows_at``; of these the
+    positions of ``window``. None where that is none.
+    """
+    tail = end - start
+    begin, stop = (hit.low, hit.high + tail) if window is None else window
     if begin >= stop:
-        return tail[:0].clone()
+        return None
     raw = read_hit(hit, name, (begin, stop))
-    rows = raw.view(tail.dtype).view(hit.rows + hit.tail, *tail.shape[1:])
-    copy_rows(rows[hit.rows : hit.rows + len(tail)], tail)
-    return hand_out(hit, name, rows)[begin - hit.low : stop - hit.low]
+    gather = hit.gathers[name]
+    size = gather.key.row_bytes
+    if tail:
+        move_bytes(gather.address + (hit.high - hit.low) * size, rows_at + start * size, tail * size)
+    rows = hand_out(hit, name, raw)
+    return rows if window is None and tail == hit.tail else rows[begin - hit.low : stop - hit.low]
 
 
 def _spans_alone(
@@ -195,7 +224,7 @@ def _spans_alone(
     req_ids: list[str],
     window_of: dict[str, Window] | None,
     read_hit: ReadHit,
-    hand_out: Callable[[Hit, str, torch.Tensor], torch.Tensor],
+    hand_out: HandOut,
 ) -> dict[str, torch.Tensor]:
     """Rows of hits in a step that brought none of this key: the span by itself (H7)."""
     key = step.all_keys.get(name)
@@ -203,6 +232,7 @@ def _spans_alone(
     for req_id in req_ids:
         hit = step.hits.get(req_id)
         if hit is not None and key is not None and name in hit.gathers:
-            tail = torch.empty((0, *key.schema.row_shape), dtype=key.dtype)
-            merged[req_id] = _merge_hit(hit, name, tail, window_of, read_hit, hand_out)
+            window = None if window_of is None else window_of[req_id]
+            found = _merge_hit(hit, name, 0, 0, 0, window, read_hit, hand_out)
+            merged[req_id] = torch.empty((0, *key.schema.row_shape), dtype=key.dtype) if found is None else found
     return merged

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 Positions: TypeAlias = NDArray[np.int64]
+Numbers: TypeAlias = "NDArray[Any] | list[int]"
+"""One number a request."""
 NO_END = 1 << 60
 """A position beyond every sequence."""
 
@@ -135,10 +137,12 @@ class RequestTable:
     def handed_out(self, row: int, begin: int, end: int) -> None:
         """Positions [begin, end) of a period went out."""
         period = self.period_of(row)
-        period.handed_from = min(period.handed_from, begin)
-        self.handed[row] = max(int(self.handed[row]), end)
+        if begin < period.handed_from:
+            period.handed_from = begin
+        if end > self.handed.item(row):
+            self.handed[row] = end
 
-    def handed_out_all(self, rows: NDArray[np.int64], ends: Positions) -> None:
+    def handed_out_all(self, rows: Numbers, ends: Numbers) -> None:
         """The same for whole steps of requests that never came back: rows, ends int64 [requests]."""
         handed = self.handed
         handed[rows] = np.maximum(handed[rows], ends)
@@ -163,7 +167,8 @@ class RequestTable:
 
     def _retire(self, chain: list[Period], last_step_id: int) -> None:
         self.version += 1
-        self.retired.extend((period, last_step_id) for period in chain)
+        for period in chain:
+            self.retired.append((period, last_step_id))
 
     def _new_period(self, cap: int | None, chain: list[Period]) -> Period:
         self.version += 1

@@ -74,8 +74,10 @@ class StepSaver:
 
     def begin_hits(self, hits: list[Hit]) -> None:
         """Gather hits on rows that are there already, while the forward runs; open deferred rows go first (W3)."""
-        self.counters.hits += len(hits)
-        self.counters.hit_rows += sum(hit.rows for hit in hits)
+        counters = self.counters
+        for hit in hits:
+            counters.hits += 1
+            counters.hit_rows += hit.high - hit.low
         self._flush_touched(hits)
         with self._lock:
             planned = self.hits.plan(hits, self.keys.hit_keys())
@@ -230,9 +232,11 @@ class StepSaver:
         """Hits that touch this step's slots are gathered (again), now behind the write; so are keys opened now (H6)."""
         with self._lock:
             planned = self.hits.plan(plan.hits, self.keys.hit_keys())
-        fresh = {id(gather) for _, gather in planned}
-        for hit in self._touched(plan, batch):
-            planned += [(hit, gather) for gather in hit.gathers.values() if id(gather) not in fresh]
+        touched = self._touched(plan, batch)
+        if touched:
+            fresh = {id(gather) for _, gather in planned}
+            for hit in touched:
+                planned += [(hit, gather) for gather in hit.gathers.values() if id(gather) not in fresh]
         if not planned:
             return
         self._flush_touched([hit for hit, _ in planned])
@@ -250,7 +254,7 @@ class StepSaver:
         if not plan.hits:
             return []
         size = self._block_size
-        written = set((batch.slots() // size).tolist())
+        written = batch.blocks(size)
         return [hit for hit in plan.hits if not written.isdisjoint(hit.blocks[hit.low // size :])]
 
     def _claim_page(self, step_id: int) -> PageUse | None:

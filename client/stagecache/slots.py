@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from functools import lru_cache
 from typing import Any
 
@@ -158,7 +159,8 @@ def few_runs(table: NDArray[Any], first: list[int], counts: list[int], block_siz
     Raises:
         SlotMismatchError: as for ``decode_slots``.
     """
-    runs: list[list[int]] = []
+    flat = array("I")
+    run_end = -1
     for row, (start, count) in enumerate(zip(first, counts, strict=True)):
         if count <= 0:
             continue
@@ -166,44 +168,51 @@ def few_runs(table: NDArray[Any], first: list[int], counts: list[int], block_siz
         low, high = start // block_size, (end - 1) // block_size + 1
         if high > table.shape[1]:
             raise SlotMismatchError(f"position {end - 1} lies beyond a block table of {table.shape[1]} blocks")
-        blocks = table[row, low:high].tolist()
-        if min(blocks) < 0 or max(blocks) >= num_blocks:
-            _check_ids(table[row, low:high], num_blocks)
-        append_runs(runs, blocks, start - low * block_size, count, block_size)
-    return np.array(runs, np.uint32).reshape(-1, 2)
-
-
-def append_runs(runs: list[list[int]], blocks: list[int], skipped: int, count: int, block_size: int) -> None:
-    """Append the runs of ``count`` positions that begin ``skipped`` positions into the first of ``blocks``, each
-    [start, length]; a run that goes on from the last one extends it.
-    """
-    for block in blocks:
-        start, length = block * block_size + skipped, min(block_size - skipped, count)
-        if runs and runs[-1][0] + runs[-1][1] == start:
-            runs[-1][1] += length
-        else:
-            runs.append([start, length])
-        count -= length
-        skipped = 0
+        skipped = start - low * block_size
+        for at in range(low, high):
+            block = table.item(row, at)
+            if not 0 <= block < num_blocks:
+                _check_ids(table[row, low:high], num_blocks)
+            begin, length = block * block_size + skipped, min(block_size - skipped, count)
+            if begin == run_end:
+                flat[-1] += length
+            else:
+                flat.append(begin)
+                flat.append(length)
+            run_end = begin + length
+            count -= length
+            skipped = 0
+    return _as_runs(flat) if flat else np.empty((0, 2), np.uint32)
 
 
 def span_runs(blocks: list[int], low: int, high: int, block_size: int) -> Runs:
-    """Runs of positions [low, high) of one request whose block ids are ``blocks``. Result: u32 [n, 2]."""
+    """Runs of positions [low, high) of one request whose block ids are ``blocks``, a run a block; one run where all
+    blocks follow each other in the cache. Result: u32 [n, 2]. Without numpy's arithmetic, whose code is cold at a hit.
+
+    Raises:
+        OverflowError: a block id that no slot can have.
+    """
     first, last = low // block_size, -(-high // block_size)
-    runs = np.empty((last - first, 2), np.uint32)
-    if last == first:
-        return runs
-    ids = np.array(blocks[first:last], np.int64)
-    starts, lengths = runs[:, 0], runs[:, 1]
-    np.multiply(ids, block_size, out=starts, casting="unsafe")
-    lengths[:] = block_size
-    cut = low - first * block_size
-    starts[0] += cut
-    lengths[0] -= cut
-    lengths[-1] -= last * block_size - high
-    if last - first > 1 and (ids[1:] - ids[:-1] == 1).any():
-        return merge_runs(starts.astype(np.int64), lengths.astype(np.int64))
-    return runs
+    count = last - first
+    if count <= 0:
+        return np.empty((0, 2), np.uint32)
+    ids = blocks[first:last]
+    skipped = low - first * block_size
+    if ids[-1] - ids[0] == count - 1 and ids == list(range(ids[0], ids[0] + count)):
+        return _as_runs(array("I", (ids[0] * block_size + skipped, high - low)))
+    flat = array("I", bytes(8 * count))
+    flat[0::2] = array("I", [block * block_size for block in ids])
+    flat[1::2] = array("I", (block_size,)) * count
+    flat[0] += skipped
+    flat[1] -= skipped
+    flat[-1] -= last * block_size - high
+    return _as_runs(flat)
+
+
+def _as_runs(flat: array[int]) -> Runs:
+    """u32 [n, 2] over start and length of each run, one behind the other."""
+    runs: Runs = np.frombuffer(flat, np.uint32)
+    return runs.reshape(-1, 2)
 
 
 def merge_runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Runs:

@@ -29,6 +29,7 @@ reads zeros and is counted in the result entry.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -50,6 +51,11 @@ MODE_SHIFT = 24
 HASH_BYTES = 32
 
 GATHER_DTYPE = np.dtype([("span", "<u4"), ("key", "<u4"), ("result", "<u4"), ("zero", "<u4"), ("arena_offset", "<u8")])
+
+pack_span = struct.Struct("<4I").pack
+"""(first run, number of runs, rows, 0) -> a span's bytes."""
+pack_gather = struct.Struct("<4IQ").pack
+"""(span, key id, result index, 0, arena offset) -> a gather's bytes."""
 
 _EMPTY32: U32 = np.empty(0, np.uint32)
 _EMPTY64: U64 = np.empty(0, np.uint64)
@@ -127,6 +133,14 @@ class Record:
         )  # fmt: skip
 
     @classmethod
+    def begin(cls, spans: bytes, span_runs: U32, gathers: bytes) -> Record:
+        """A BEGIN of spans and gathers that ``pack_span`` and ``pack_gather`` made."""
+        return cls(
+            0, Kind.BEGIN, NO_PAGE, 0, False, _EMPTY32, _EMPTY32, _EMPTY64,
+            np.frombuffer(spans, np.uint32).reshape(-1, 4), span_runs, np.frombuffer(gathers, GATHER_DTYPE), _NO_HASHES,
+        )  # fmt: skip
+
+    @classmethod
     def of_blocks(cls, kind: Kind, blocks: Sequence[tuple[int, bytes]]) -> Record:
         """A PUBLISH or a FILL of (block id, hash of 32 bytes) pairs.
 
@@ -189,6 +203,12 @@ def encode(record: Record) -> tuple[list[int], bytes]:
             n_runs | n_keys << 32, 0,
         ], payload  # fmt: skip
     n_spans, n_span_runs, n_gathers = len(record.spans), len(record.span_runs), len(record.gathers)
+    if record.kind is Kind.BEGIN and not n_keys and not n_runs and n_span_runs < 1 << 48 and n_gathers < 1 << 32:
+        payload = record.spans.tobytes() + record.span_runs.tobytes() + record.gathers.tobytes()
+        return [
+            record.sequence, int(Kind.BEGIN) | n_span_runs << 16, 0, len(payload), record.page, record.rows, 0,
+            n_spans | n_gathers << 32,
+        ], payload  # fmt: skip
     if n_span_runs >= 1 << 48 or n_runs >= 1 << 32 or n_gathers >= 1 << 32:
         raise BadRecordError("a count does not fit its field")
     parts: list[bytes] = []

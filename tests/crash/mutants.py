@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import posix_ipc
-import torch
 
 from stagecache.arena import Arena
 from stagecache.hits import HitReader
@@ -144,7 +143,7 @@ def extents_from_the_results() -> Iterator[None]:
         raw = read(self, hit, gather, *rest)
         assert gather.pieces is None
         offset = self._session.control.result(gather.result).arena_offset
-        return torch.from_numpy(self._arena.data[offset : offset + len(raw)])
+        return self._arena.data[offset : offset + len(raw)]
 
     with (
         mock.patch.object(HitReader, "read", read_there),

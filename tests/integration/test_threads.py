@@ -21,7 +21,7 @@ import torch
 
 from stagecache import Geometry, StageCache
 from stagecache.arena import Arena
-from stagecache.attachment import Attachment
+from stagecache.attachment import Attachment, as_rows
 from stagecache.errors import StageCacheError
 from stagecache.hits import HitReader
 from stagecache.log import LogWriter
@@ -222,7 +222,7 @@ def hit_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def extent_given_back_while_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Attachment, "hand_out", lambda self, hit, name, rows: rows)
+    monkeypatch.setattr(Attachment, "hand_out", lambda self, hit, name, raw: as_rows(raw, hit, hit.gathers[name]))
 
 
 @pytest.mark.parametrize("mutate", [page_freed_first, hit_not_waited_for, extent_given_back_while_held])
