@@ -13,6 +13,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 INDEX_BENCH_ARGS ?=
+HITRATE_ARGS ?=
 
 NEXT_VENV ?= .venv-omni-next
 BIN := $(VENV)/bin
@@ -25,7 +26,7 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo lint format test test-fast test-engine venv-omni-next test-omni-next soak bench bench-diffusion proto clean distclean
+.PHONY: help venv demo lint format test test-fast test-engine venv-omni-next test-omni-next soak bench bench-hitrate bench-diffusion proto clean distclean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -72,6 +73,9 @@ soak: $(STAMP) ## long random runs: kills, fuzz, 30 minutes of load with faults 
 bench: $(STAMP) ## the figures of docs/performance.md and of the block index, measured on this machine
 	@$(BIN)/stagecache bench $(BENCH_ARGS)
 	@$(BIN)/python bench/index/bench_index.py $(INDEX_BENCH_ARGS) || echo "the block index missed a promise, see above"
+
+bench-hitrate: $(STAMP) ## the real engine with prefix caching off and on, at hit rates of 0 to 80 %, with the shim and without
+	@$(BIN)/python -m bench.engine.hit_rates $(HITRATE_ARGS)
 
 bench-diffusion: $(STAMP) ## a diffusion stage without a cache, paged, and with prefix caching
 	@$(BIN)/python -m bench.diffusion $(BENCH_ARGS)

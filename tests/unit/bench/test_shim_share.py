@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-SOURCE = Path(__file__).parents[3] / "bench" / "engine" / "shim_share.py"
+from bench.engine.shim_share import Found, show, summary
 
 
-@pytest.fixture(scope="module")
-def tool() -> Any:
-    spec = importlib.util.spec_from_file_location("shim_share", SOURCE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def found(plain_ms: float, again_ms: float, with_ms: float, shim_ms: float, threads_ms: float = 0.0) -> Found:
+    """Two rounds of two turns of five steps."""
 
-
-def found(plain_ms: float, again_ms: float, with_ms: float, shim_ms: float) -> dict[str, dict[str, list[float]]]:
-    def steps(milliseconds: float) -> dict[str, list[float]]:
-        return {"cpu": [milliseconds / 1e3] * 5, "wall": [milliseconds / 2e3] * 5}
+    def rounds(milliseconds: float, shim: float = 0.0, threads: float = 0.0) -> list[list[dict[str, Any]]]:
+        run = {
+            "cpu": [milliseconds / 1e3] * 5,
+            "wall": [milliseconds / 5e2] * 5,
+            "shim": [shim / 1e3] * 5,
+            "shim_threads_s": 5 * threads / 1e3,
+        }
+        return [[run, run], [run, run]]
 
     return {
-        "without": steps(plain_ms),
-        "without again": steps(again_ms),
-        "with": {**steps(with_ms), "shim": [shim_ms / 1e3] * 5},
+        "without": rounds(plain_ms),
+        "without again": rounds(again_ms),
+        "with": rounds(with_ms, shim_ms, threads_ms),
     }
 
 
@@ -40,9 +36,16 @@ def found(plain_ms: float, again_ms: float, with_ms: float, shim_ms: float) -> d
         ((40.0, 42.0, 40.2, 0.2), None, "no verdict"),
     ],
 )
-def test_a_verdict_needs_two_equal_runs(tool: Any, values: tuple[float, ...], verdict: bool | None, text: str) -> None:
-    result = tool.summary(found(*values), requests=16)
+def test_a_verdict_needs_two_equal_runs(values: tuple[float, ...], verdict: bool | None, text: str) -> None:
+    result = summary(found(*values), requests=16)
     assert result["verdict"] is verdict
-    assert text in tool.show(result)
-    assert result["tokens_per_s"]["without"] == pytest.approx(16 / (values[0] / 2e3))
-    assert result["shim_share"] == pytest.approx(values[3] / ((values[0] + values[1]) / 2), rel=0.05)
+    assert text in show(result)
+    assert result["tokens_per_s"]["without"] == pytest.approx(16 / (values[0] / 5e2))
+    assert result["shim_share"].middle == pytest.approx(values[3] / ((values[0] + values[1]) / 2))
+
+
+def test_the_shims_threads_count_too() -> None:
+    result = summary(found(40.0, 40.0, 40.0, 0.2, threads_ms=0.3), requests=16)
+    assert result["shim_thread_ms"].middle == pytest.approx(0.2)
+    assert result["shim_ms"].middle == pytest.approx(0.5)
+    assert result["shim_share"].middle == pytest.approx(0.5 / 40)
