@@ -46,6 +46,10 @@ class Block:
         self.served_hash: bytes | None = None
         self.next_in_prefix = self
 
+    def unlink(self) -> None:
+        """Let go of other blocks and of itself: the last thing that is done with a block."""
+        del self.next_free, self.prev_free, self.next_same, self.prev_same, self.next_in_prefix
+
     def __repr__(self) -> str:
         digest = "-" if self.block_hash is None else self.block_hash.hex()[:12]
         return f"Block({self.block_id}, ref_cnt={self.ref_cnt}, hash={digest})"

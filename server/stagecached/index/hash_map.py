@@ -30,6 +30,11 @@ class BlockHashMap:
         self._first: dict[bytes, Block] = {}
         self._no_block = Block(-1)
 
+    def close(self) -> None:
+        """Let go of all blocks. Nothing may use the map after."""
+        self._first.clear()
+        self._no_block.unlink()
+
     def __len__(self) -> int:
         """Number of different hashes."""
         return len(self._first)

@@ -42,6 +42,14 @@ class BlockPool:
             self.queue.popleft()
             self.num_usable_blocks -= 1
 
+    def close(self) -> None:
+        """Take the blocks apart, so that they go with their last reference; nothing may use the pool after."""
+        for block in self.blocks:
+            block.unlink()
+        self.queue.close()
+        self.cached.close()
+        self.blocks.clear()
+
     @property
     def num_free_blocks(self) -> int:
         """Blocks that nobody holds, with content or without."""

@@ -27,6 +27,10 @@ class FreeBlockQueue:
         self._num_free = 0
         self.append_n(blocks)
 
+    def close(self) -> None:
+        """Let go of all blocks. Nothing may use the queue after."""
+        self._root.unlink()
+
     def __len__(self) -> int:
         return self._num_free
 

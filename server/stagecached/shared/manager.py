@@ -28,6 +28,7 @@ from stagecached import sweep
 from stagecached.background import Background
 from stagecached.budget import mib
 from stagecached.index import Namespace
+from stagecached.lasting import lasting
 from stagecached.manifest import ManifestStore, NotDurableError
 from stagecached.memory_limits import cgroup_room
 from stagecached.refusal import not_durable
@@ -245,7 +246,8 @@ class SharedBlocks:
             )
         segment = SharedSegment.create(name, geometry)
         try:
-            store = self._make_store(segment)
+            with lasting():
+                store = self._make_store(segment)
             store.point("before_namespace_manifest")
             self._manifests.save(manifest)
         except BaseException:
@@ -264,6 +266,7 @@ class SharedBlocks:
         self._manifests.remove(space.namespace_id)
         space.store.point("before_namespace_unlink")
         space.store.segment.unlink()
+        self._background.keep(self._background.in_thread(space.store.pool.close))
         log.info("namespace dropped", namespace=space.namespace_id[:16], stage=space.manifest.stage, why=why)
 
     # ---------------------------------------------------------------- start and stop
@@ -280,10 +283,10 @@ class SharedBlocks:
                 if not self.is_on:
                     raise NamespaceManifestError("shared blocks are off now")
                 manifest = self._manifests.load(namespace_id)
-                store = self._make_store(
-                    SharedSegment.open(segment_name(self._node, namespace_id), manifest.geometry())
-                )
-                blocks, dropped = rebuild(store)
+                segment = SharedSegment.open(segment_name(self._node, namespace_id), manifest.geometry())
+                with lasting():
+                    store = self._make_store(segment)
+                    blocks, dropped = rebuild(store)
                 space = Space.of(manifest, store)
                 space.leases.recover()
             except (NamespaceManifestError, SegmentMismatchError) as error:
