@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -127,17 +127,23 @@ class BatchReader:
     def _mixed(self, ids: list[str], scheduled: Mapping[str, int], tokens: int) -> Batch:
         """Any other step."""
         self._decoded = -1
-        counts = [max(scheduled.get(req_id, 0), 0) for req_id in ids]
         first = self._view.num_computed()[: len(ids)].tolist()
-        offsets = [0, *accumulate(counts)]
-        if offsets[-1] != tokens:
-            raise self._mismatch(offsets[-1], tokens)
+        counts, offsets, ends, total = [], [0], [], 0
+        for index, req_id in enumerate(ids):
+            count = scheduled.get(req_id, 0)
+            if count < 0:
+                count = 0
+            total += count
+            counts.append(count)
+            offsets.append(total)
+            ends.append(first[index] + count)
+        if total != tokens:
+            raise self._mismatch(total, tokens)
         size, num_blocks, table = self._geometry.block_size, self._geometry.num_blocks, self._view.block_table()
         if len(ids) <= FEW_REQUESTS and tokens <= FEW_BLOCKS * size:
             runs = few_runs(table, first, counts, size, num_blocks)
         else:
             runs = batch_runs(table, np.array(first, np.int64), np.array(counts, np.int64), size, num_blocks)
-        ends = [start + count for start, count in zip(first, counts, strict=True)]
         return Batch(ids, tokens, counts, offsets, first, ends, self._rows(ids), runs)
 
     def _is_decode(self, scheduled: Mapping[str, int], ids: list[str]) -> bool:

@@ -99,7 +99,8 @@ class StageCache:
         self._closed = False
         self._use(self._attachment(session, KeyBook(session.open_key, policy, declared)))
         self._steps: dict[int, SavedStep] = {}
-        self._in_flight: dict[int, weakref.ref[SavedStep]] = {}
+        self._in_flight: dict[int, Callable[[], object]] = {}
+        """Steps that are being materialized, each by a weak reference."""
         self._next_step_id = 1
         self._plan: StepPlan | None = None
         self._missed: list[Any] = []
@@ -485,7 +486,7 @@ class StageCache:
                     f"materialize(step {step_id}) asked for {strangers[:8]}, not in the batch when it was saved.",
                     remedy="Pass ids of the save, not of the live batch.",
                 )
-            self._in_flight[step_id] = weakref.ref(step)
+            self._in_flight[step_id] = weakref.ref(step) if step.page is None else step.page.holder
             del self._steps[step_id]
             return step, wanted, windows(step, wanted, self._bounds) if self._requests.chained else None
 
@@ -553,10 +554,13 @@ class StageCache:
 
     def _reclaim(self) -> None:
         """Free the rows of requests that ended, but of those that a step in flight needs. Caller holds the lock."""
-        gone = [step_id for step_id, reference in self._in_flight.items() if reference() is None]
-        for step_id in gone:  # something interrupted them
-            self._in_flight.pop(step_id, None)
-        self._requests.reclaim(min([*self._in_flight, next(iter(self._steps), self._next_step_id)]))
+        oldest = next(iter(self._steps), self._next_step_id)
+        if self._in_flight:
+            gone = [step_id for step_id, reference in self._in_flight.items() if reference() is None]
+            for step_id in gone:  # something interrupted them
+                self._in_flight.pop(step_id, None)
+            oldest = min([*self._in_flight, oldest])
+        self._requests.reclaim(oldest)
 
     def __enter__(self) -> StageCache:
         return self

@@ -120,10 +120,12 @@ class Exporter:
         values[_SAVE + bisect_left(_BOUNDS, save - self._save_ns)] += 1
         self._begin_ns = values[_BEGIN_NS] = begin
         self._save_ns = values[_SAVE_NS] = save
-        now, session = time.monotonic_ns(), self._session
         if step.leftover or step.failed:
             self._saved_more(step)
-        if not step.hits and (  # Where it has hits, its materialize tells all.
+        if step.hits:  # What becomes of the step tells the rest.
+            return
+        now, session = time.monotonic_ns(), self._session
+        if (
             now - self._full_at > FULL_NS
             or step.local
             or step.leftover

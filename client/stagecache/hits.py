@@ -39,8 +39,8 @@ class Gather:
     """One (request, key): where its rows go, and which record brings them.
 
     extent: hit rows, then room for this step's. entry: of the result table. sequence: of the last record that
-    gathered it. pieces, found: instead of an extent, where it came through the bounce; u8 [bytes]. address: where the
-    rows begin in this process. error: it cannot be had.
+    gathered it. pieces: instead of an extent, where it came through the bounce; u8 [bytes]. found: what its results
+    say, unless all rows are there. address: where the rows begin in this process. error: it cannot be had.
     """
 
     key: StagedKey
@@ -199,7 +199,7 @@ class HitReader:
             part = Hit(hit.req_id, hit.low + start, hit.low + start + rows, 0, hit.blocks, runs)
             piece = Gather(key, Extent(bounce.offset, bounce.size), Entry(BOUNCE_RESULT))
             sequence = self._session.append(self._record([(part, piece)]))
-            self._session.wait_consumed(sequence, timeout_s, f"the hit of request {hit.req_id}")
+            self._session.wait_consumed(sequence, timeout_s, "the hit of request", hit.req_id)
             found = self._result(BOUNCE_RESULT, sequence)
             parts.append(found)
             pieces[start * row_bytes : (start + rows) * row_bytes] = self._arena.data[
@@ -218,12 +218,12 @@ class HitReader:
         if gather.error is not None:
             raise gather.error.again()
         if gather.pieces is None:
-            self._session.wait_consumed(gather.sequence, timeout_s, f"the hit of request {hit.req_id}")
-            gather.found = self._result(gather.result, gather.sequence)
-        found = gather.found
-        assert found is not None
-        if found.unknown_end or found.absent_end:
-            self._check(hit, gather, found, needed)
+            session, sequence = self._session, gather.sequence
+            session.wait_consumed(sequence, timeout_s, "the hit of request", hit.req_id)
+            if not session.control.is_whole(gather.result, sequence):
+                gather.found = self._result(gather.result, sequence)
+        if gather.found is not None:
+            self._check(hit, gather, gather.found, needed)
         if gather.pieces is not None:
             return gather.pieces
         assert gather.extent is not None

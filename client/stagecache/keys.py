@@ -53,6 +53,8 @@ class KeyBook:
         self._declared = declared
         self.policy = policy
         self.open: dict[str, StagedKey] = {}
+        self.opened: dict[str, StagedKey] = {}
+        """The same, in a dictionary that stays as it is when keys come and go. Never to be changed."""
         self._provisional: set[str] = set()
         self._remembered: set[str] = set()
         self._demoted: set[str] = set()
@@ -70,7 +72,7 @@ class KeyBook:
         one may prove wrong.
         """
         self.open[key.schema.name] = key
-        self._hit_keys = None
+        self._changed()
         if remembered and key.schema.name not in self._declared:
             self._remembered.add(key.schema.name)
         if key.schema.provisional:
@@ -232,7 +234,10 @@ class KeyBook:
     def _drop(self, name: str) -> None:
         del self.open[name]
         self._settled.pop(name, None)
-        self._hit_keys = None
+        self._changed()
+
+    def _changed(self) -> None:
+        self._hit_keys, self.opened = None, dict(self.open)
 
 
 def _may_be_rows(tensor: torch.Tensor) -> bool:

@@ -8,9 +8,9 @@ daemon rings first.
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
-from array import array
 from collections import deque
 from typing import Final
 
@@ -25,6 +25,9 @@ from stagecache_wire.records import Record, encode
 WAIT_SLICE_S: Final = 0.02
 """Longest sleep on the doorbell before the words are read again."""
 
+
+_pack_entry: Final = struct.Struct(f"{layout.ENTRY_WORDS}Q").pack_into
+"""Not for a word that somebody reads meanwhile, who may see it half written; nobody reads an entry before ``head``."""
 
 _RECLAIM_AT: Final = 64
 """Records in the ring from which on an append looks which ones were consumed."""
@@ -105,7 +108,7 @@ class LogWriter:
         words[layout.E_PAYLOAD_POSITION] = position
         words[layout.E_SEQUENCE] = 0
         at = self._entries_word + (sequence - 1) % self._log_entries * layout.ENTRY_WORDS
-        shared[at : at + layout.ENTRY_WORDS] = memoryview(array("Q", words))
+        _pack_entry(self._control.bytes, layout.WORD * at, *words)
         fence()
         shared[at] = sequence
         shared[layout.W_TIMES + (sequence - 1) % layout.TIME_ENTRIES] = time.monotonic_ns()

@@ -107,6 +107,11 @@ class ControlWords:
     def status(self) -> int:
         return self.words[layout.D_STATUS]
 
+    def is_whole(self, index: int, sequence: int) -> bool:
+        """Whether an entry of the result table is of the record ``sequence``, and every row was PRESENT."""
+        words, at = self.words, self._results_word + index * layout.RESULT_WORDS
+        return words[at] == sequence and not words[at + layout.R_COUNTS] and not words[at + layout.R_PENDING]
+
     def result(self, index: int) -> Result:
         """An entry of the result table."""
         at = self._results_word + index * layout.RESULT_WORDS

@@ -114,8 +114,9 @@ def assemble(
         hidden = mm.pop(HIDDEN_KEY)
     elif hidden is not None:
         hidden = _spans_alone(step, HIDDEN_KEY, req_ids, window_of, read_hit, hand_out)
-    for name in step.span_keys.difference(mm):
-        mm[name] = _spans_alone(step, name, req_ids, window_of, read_hit, hand_out)
+    for name in step.span_keys:
+        if name not in mm:
+            mm[name] = _spans_alone(step, name, req_ids, window_of, read_hit, hand_out)
     if step.leftover:
         index_of = {req_id: index for index, req_id in enumerate(step.batch.req_ids)}
         size = len(step.batch.req_ids)

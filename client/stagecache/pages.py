@@ -130,7 +130,7 @@ class StepPages:
         unconsumed, outstanding = self.unconsumed(), self.outstanding()
         consumed = self._log.consumed
         writes = [use.write for use in self._uses if use is not None and use.write is not None]
-        stuck = [f"{write.what} {write.state.name}" for write in writes if not write.settled(consumed)]
+        stuck = [f"{write.name} {write.state.name}" for write in writes if not write.settled(consumed)]
         return StagingTimeoutError(
             f"no staging page became free in {waited_s:g} s: {len(self._uses)} pages, held by steps {unconsumed} that "
             f"were neither materialized nor discarded, and by records {outstanding} that the daemon has not consumed "

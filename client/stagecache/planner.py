@@ -152,10 +152,16 @@ class StepPlanner:
             )
             return
         blocks = state.blocks[: -(-high // size)]
-        if min(blocks) < 0 or max(blocks) >= self._geometry.num_blocks:
+        try:
+            # Negative ids are found by their runs, which no word can hold: a look at each id less.
+            inside = max(blocks) < self._geometry.num_blocks
+            runs = span_runs(blocks, low, high, size) if inside else None
+        except OverflowError:
+            runs = None
+        if runs is None:
             plan.error = HitNotCoveredError(
                 f"request {req_id}: a hit names a block outside the cache of {self._geometry.num_blocks} blocks."
             )
             return
         if low < high:
-            plan.hits.append(Hit(req_id, low, high, count, blocks, span_runs(blocks, low, high, size)))
+            plan.hits.append(Hit(req_id, low, high, count, blocks, runs))

@@ -78,7 +78,8 @@ class StepSaver:
         for hit in hits:
             counters.hits += 1
             counters.hit_rows += hit.high - hit.low
-        self._flush_touched(hits)
+        if self.deferred.open:
+            self._flush_touched(hits)
         with self._lock:
             planned = self.hits.plan(hits, self.keys.hit_keys())
         self._log_gathers(planned)
@@ -145,7 +146,7 @@ class StepSaver:
         leftover: dict[str, Any] = {}
         if split.leftover:
             leftover = {name: snapshot(value, self._device) for name, value in split.leftover.items()}
-        write = Write(f"step {step_id}")
+        write = Write("step", step_id=step_id)
         page = self._claim_page(step_id)
         staged: list[StagedKey] = []
         copies: Copies | None = None
@@ -187,7 +188,7 @@ class StepSaver:
             [error for _, error in split.failed] if split.failed else [],
             self.keys.policy.needs_full_hidden_states and (hidden is not None or (n == 0 and bool(plan.hits))),
             self._split_lists,
-            dict(self.keys.open),
+            self.keys.opened,
             copies,
             self.keys.policy.span_keys if plan.hits else frozenset(),
         )
@@ -254,8 +255,12 @@ class StepSaver:
         if not plan.hits:
             return []
         size = self._block_size
-        written = batch.blocks(size)
-        return [hit for hit in plan.hits if not written.isdisjoint(hit.blocks[hit.low // size :])]
+        written, touched = batch.blocks(size), []
+        for hit in plan.hits:
+            first = hit.low // size
+            if not written.isdisjoint(hit.blocks[first:] if first else hit.blocks):
+                touched.append(hit)
+        return touched
 
     def _claim_page(self, step_id: int) -> PageUse | None:
         """A page for a step; None while the daemon is away: the step then keeps its rows for itself.

@@ -31,6 +31,7 @@ from stagecache.mapping import ControlWords, StagedKey
 from stagecache.rpc import Rpc, handshake
 from stagecache.watcher import Watcher
 from stagecache_wire import layout, shm
+from stagecache_wire.fence import fence
 from stagecache_wire.figures import WAITS
 from stagecache_wire.geometry import BadGeometryError, Geometry, KeySchema
 from stagecache_wire.locks import LifeLock, LockHeldError, is_held
@@ -317,16 +318,19 @@ class Session:
             remedy=f"Its log names the rule; `stagecache status` shows it. {ANEW}",
         )
 
-    def wait_consumed(self, sequence: int, timeout_s: float, what: str, *, kind: str = "hit") -> None:
+    def wait_consumed(self, sequence: int, timeout_s: float, what: str, whose: str = "", *, kind: str = "hit") -> None:
         """Wait until the daemon has consumed the log up to ``sequence``. Any thread. kind: as for ``wait``.
 
         Raises:
             SessionFailedError, DaemonLostError: as ``check``; also when the daemon dies meanwhile.
-            CallDeadlineError: not in ``timeout_s`` seconds; names ``what``.
+            CallDeadlineError: not in ``timeout_s`` seconds; names ``what`` and ``whose`` it is.
         """
         if self.log.consumed < sequence:
-            self.wait(lambda: self.log.consumed >= sequence, timeout_s, what, kind=kind)
-        self.log.wait_consumed(sequence, 0.0)
+            self._wait_consumed(sequence, timeout_s, f"{what} {whose}".rstrip(), kind)
+        fence()
+
+    def _wait_consumed(self, sequence: int, timeout_s: float, what: str, kind: str) -> None:
+        self.wait(lambda: self.log.consumed >= sequence, timeout_s, what, kind=kind)
 
     def wait(
         self,

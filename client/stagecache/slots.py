@@ -159,35 +159,47 @@ def few_runs(table: NDArray[Any], first: list[int], counts: list[int], block_siz
     Raises:
         SlotMismatchError: as for ``decode_slots``.
     """
-    flat = array("I")
-    run_end = -1
-    for row, (start, count) in enumerate(zip(first, counts, strict=True)):
+    flat: list[int] = []
+    run_end, width = -1, table.shape[1]
+    for row, count in enumerate(counts):
         if count <= 0:
             continue
-        end = start + count
-        low, high = start // block_size, (end - 1) // block_size + 1
-        if high > table.shape[1]:
-            raise SlotMismatchError(f"position {end - 1} lies beyond a block table of {table.shape[1]} blocks")
-        skipped = start - low * block_size
-        for at in range(low, high):
-            block = table.item(row, at)
+        at, skipped = divmod(first[row], block_size)
+        while count > 0:
+            block = table.item(row, at) if at < width else -1
             if not 0 <= block < num_blocks:
-                _check_ids(table[row, low:high], num_blocks)
-            begin, length = block * block_size + skipped, min(block_size - skipped, count)
+                raise _no_slots(table, row, first[row], counts[row], block_size, num_blocks)
+            begin, length = block * block_size + skipped, block_size - skipped
+            if length > count:
+                length = count
             if begin == run_end:
                 flat[-1] += length
             else:
-                flat.append(begin)
-                flat.append(length)
+                flat += begin, length
             run_end = begin + length
             count -= length
+            at += 1
             skipped = 0
-    return _as_runs(flat) if flat else np.empty((0, 2), np.uint32)
+    return _as_runs(array("I", flat)) if flat else np.empty((0, 2), np.uint32)
+
+
+def _no_slots(
+    table: NDArray[Any], row: int, start: int, count: int, block_size: int, num_blocks: int
+) -> SlotMismatchError:
+    end = start + count
+    low, high = start // block_size, (end - 1) // block_size + 1
+    if high > table.shape[1]:
+        return SlotMismatchError(f"position {end - 1} lies beyond a block table of {table.shape[1]} blocks")
+    return _outside(table[row, low:high], num_blocks)
+
+
+_MANY_BLOCKS = 256
+"""From here on a multiplication of numpy's, whose code is cold at a hit, is faster than one a block."""
 
 
 def span_runs(blocks: list[int], low: int, high: int, block_size: int) -> Runs:
     """Runs of positions [low, high) of one request whose block ids are ``blocks``, a run a block; one run where all
-    blocks follow each other in the cache. Result: u32 [n, 2]. Without numpy's arithmetic, whose code is cold at a hit.
+    blocks follow each other in the cache. Result: u32 [n, 2].
 
     Raises:
         OverflowError: a block id that no slot can have.
@@ -201,7 +213,12 @@ def span_runs(blocks: list[int], low: int, high: int, block_size: int) -> Runs:
     if ids[-1] - ids[0] == count - 1 and ids == list(range(ids[0], ids[0] + count)):
         return _as_runs(array("I", (ids[0] * block_size + skipped, high - low)))
     flat = array("I", bytes(8 * count))
-    flat[0::2] = array("I", [block * block_size for block in ids])
+    if count > _MANY_BLOCKS:
+        np.multiply(
+            np.frombuffer(array("I", ids), np.uint32), np.uint32(block_size), out=np.frombuffer(flat, np.uint32)[::2]
+        )
+    else:
+        flat[::2] = array("I", [block * block_size for block in ids])
     flat[1::2] = array("I", (block_size,)) * count
     flat[0] += skipped
     flat[1] -= skipped
@@ -234,4 +251,8 @@ def count_slots(runs: Runs) -> int:
 
 def _check_ids(ids: NDArray[Any], num_blocks: int) -> None:
     if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < num_blocks):
-        raise SlotMismatchError(f"block ids {int(ids.min())} to {int(ids.max())} in a cache of {num_blocks} blocks")
+        raise _outside(ids, num_blocks)
+
+
+def _outside(ids: NDArray[Any], num_blocks: int) -> SlotMismatchError:
+    return SlotMismatchError(f"block ids {int(ids.min())} to {int(ids.max())} in a cache of {num_blocks} blocks")

@@ -70,4 +70,6 @@ def group_zero(block_ids: BlockIds | None) -> list[int]:
     if not block_ids:
         return []
     first = block_ids[0]
+    if type(first) is list:
+        return first.copy()
     return list(block_ids) if isinstance(first, (int, np.integer)) else list(first)

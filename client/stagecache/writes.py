@@ -37,7 +37,7 @@ class IllegalTransitionError(RuntimeError):
 class Write:
     """One write: of a step's rows, or of a request's deferred rows.
 
-    what: for people: which step, or which request, key and write_n.
+    what: for people: a step, or which request, key and write_n. step_id: of a step's.
     sequence: of its record; 0 before HOST_READY.
     """
 
@@ -45,6 +45,12 @@ class Write:
     state: WriteState = WriteState.PENDING
     sequence: int = 0
     cause: str = ""
+    step_id: int = 0
+
+    @property
+    def name(self) -> str:
+        """Which write this is. Put together when somebody asks: nobody does, as long as all goes well."""
+        return f"{self.what} {self.step_id}" if self.step_id else self.what
 
     def advance(self, to: WriteState, *, sequence: int = 0, cause: str = "") -> None:
         """Go one step along the chain, or fail.
@@ -60,11 +66,11 @@ class Write:
             return
         if to is WriteState.FAILED:
             if now >= WriteState.WRITTEN:
-                raise IllegalTransitionError(f"{self.what}: {now.name} is final, it cannot fail")
+                raise IllegalTransitionError(f"{self.name}: {now.name} is final, it cannot fail")
             self.cause = cause
             self.state = to
         else:
-            raise IllegalTransitionError(f"{self.what}: from {now.name} to {to.name}")
+            raise IllegalTransitionError(f"{self.name}: from {now.name} to {to.name}")
 
     def settled(self, consumed: int) -> bool:
         """Whether the write is over; sees WRITTEN from the daemon's ``consumed``."""

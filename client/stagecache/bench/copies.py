@@ -1,4 +1,9 @@
-"""The copy itself: scatter into a pool and gather from it, beside one memmove of the same bytes. One thread."""
+"""The copy itself: scatter into a pool and gather from it, each beside one memmove of as many bytes the same way: from
+the staging page into the pool, from the pool into memory like the arena's. One thread.
+
+A copy of some MiB is as fast as what the one before it left in the caches. So each pair stands together and changes its
+order from turn to turn; neither has lines of its target nearer than the other.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +23,26 @@ from stagecache_wire.geometry import Geometry, KeySchema
 from stagecache_wire.names import SessionNames
 from stagecached.keystore import KeyStore, Span, create_key
 
+COPY_KINDS = ("memmove_in", "scatter", "memmove_out", "gather")
+
 
 @dataclass
 class CopyResult:
-    """Nanoseconds of each repetition. share(kind): speed relative to memmove, from the medians."""
+    """Nanoseconds of each repetition. memmove_in, memmove_out: beside scatter and gather. share(kind): speed relative
+    to its memmove, from the medians.
+    """
 
     rows: int
     row_bytes: int
     layout: str
-    memmove: list[int] = field(default_factory=list)
+    memmove_in: list[int] = field(default_factory=list)
     scatter: list[int] = field(default_factory=list)
+    memmove_out: list[int] = field(default_factory=list)
     gather: list[int] = field(default_factory=list)
 
     def share(self, kind: str) -> float:
         times: list[int] = getattr(self, kind)
-        return median(self.memmove) / median(times)
+        return median(self.memmove_in if kind == "scatter" else self.memmove_out) / median(times)
 
 
 @contextmanager
@@ -45,8 +55,15 @@ def _key(rows: int, row_bytes: int, blocks: int) -> Iterator[KeyStore]:
     yield key
 
 
+def _shared(size: int) -> shm.Segment:
+    segment = shm.create_segment("stagecache-bench" + secrets.token_hex(8), size)
+    shm.unlink_segment(segment.name)
+    shm.prefault(segment)
+    return segment
+
+
 def measure_copies(rows: int, row_bytes: int, *, scattered: bool, repetitions: int = 25) -> CopyResult:
-    """Copy ``rows`` rows, interleaved. scattered: blocks all over the pool, else one run of slots."""
+    """Copy ``rows`` rows, all ways in turns. scattered: blocks all over the pool, else one run of slots."""
     blocks = max(64, 4 * -(-rows // BLOCK_SIZE))
     result = CopyResult(rows, row_bytes, "blocks all over" if scattered else "one run")
     size = rows * row_bytes
@@ -59,7 +76,7 @@ def measure_copies(rows: int, row_bytes: int, *, scattered: bool, repetitions: i
         target = np.frombuffer(pool.map, np.uint8, size)
         source[:] = np.random.default_rng(5).integers(0, 255, size, np.uint8)
         words = np.full(rows, 1 << 1, np.uint64)
-        out_bytes = np.zeros(size, np.uint8)
+        out_bytes = np.frombuffer(_shared(size).map, np.uint8)
         out = out_bytes.view(f"V{row_bytes}")
         key.claim(span, 1, failed=False)
         key.mark_written(span, 1)
@@ -70,14 +87,21 @@ def measure_copies(rows: int, row_bytes: int, *, scattered: bool, repetitions: i
         def gather() -> None:
             key.gather(span, words, 0, out)
 
-        def move() -> None:
+        def move_in() -> None:
             ctypes.memmove(target.ctypes.data, source.ctypes.data, size)
 
+        def move_out() -> None:
+            ctypes.memmove(out_bytes.ctypes.data, target.ctypes.data, size)
+
+        ways = [("memmove_in", move_in), ("scatter", scatter), ("memmove_out", move_out), ("gather", gather)]
         for turn in range(repetitions + 2):
-            for kind, action in (("memmove", move), ("scatter", scatter), ("gather", gather)):
-                spent = _time(action)
-                if turn >= 2:
-                    getattr(result, kind).append(spent)
+            for pair in (ways[:2], ways[2:]):
+                for kind, action in pair if turn % 2 else reversed(pair):
+                    spent = _time(action)
+                    if turn >= 2:
+                        getattr(result, kind).append(spent)
+        scatter()  # Where blocks are all over, move_in wrote over some of them.
+        gather()
         if not np.array_equal(out_bytes, source):
             raise AssertionError("scatter and gather gave other bytes back")
     return result

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from stagecache.bench.attribution import WHOLE_STEP
 from stagecache.bench.contenders import NONE, OURS
+from stagecache.bench.copies import COPY_KINDS
 from stagecache.bench.figures import CaseFigures, Spread
 from stagecache.bench.lookups import HASHES
 from stagecache.bench.run import BenchResult
@@ -63,7 +64,7 @@ def as_dict(result: BenchResult) -> dict[str, Any]:
                 "rows": copy.rows,
                 "row_bytes": copy.row_bytes,
                 "layout": copy.layout,
-                **{kind: Spread.of(getattr(copy, kind)).as_dict() for kind in ("memmove", "scatter", "gather")},
+                **{kind: Spread.of(getattr(copy, kind)).as_dict() for kind in COPY_KINDS},
             }
             for copy in result.copies
         ],
@@ -150,15 +151,16 @@ def _attribution_table(cases: list[CaseFigures]) -> Table:
 
 def _copies_table(result: BenchResult) -> Table:
     table = Table(title="The copy itself, in process: µs, and share of memmove's speed", title_justify="left")
-    for name in ("rows", "slots", "memmove", "scatter", "", "gather", ""):
+    for name in ("rows", "slots", "memmove in", "scatter", "", "memmove out", "gather", ""):
         table.add_column(name, justify="left" if name == "slots" else "right")
     for copy in result.copies:
         table.add_row(
             f"{copy.rows} of {copy.row_bytes} B",
             copy.layout,
-            _spread(Spread.of(copy.memmove)),
+            _spread(Spread.of(copy.memmove_in)),
             _spread(Spread.of(copy.scatter)),
             f"{copy.share('scatter'):.0%}",
+            _spread(Spread.of(copy.memmove_out)),
             _spread(Spread.of(copy.gather)),
             f"{copy.share('gather'):.0%}",
         )

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from stagecache.bench.batch import Shape  # noqa: E402
 from stagecache.bench.contenders import NONE, OURS, NoCache  # noqa: E402
-from stagecache.bench.copies import measure_copies  # noqa: E402
+from stagecache.bench.copies import COPY_KINDS, measure_copies  # noqa: E402
 from stagecache.bench.figures import CaseFigures, ContenderFigures, Spread  # noqa: E402
 from stagecache.bench.hits import Hits, SameStepHits  # noqa: E402
 from stagecache.bench.measure import BlockSample, StepSample, WrongRowsError, check, run_step  # noqa: E402
@@ -92,7 +92,7 @@ def test_only_picks_a_workload(name: str) -> None:
 
 def test_copies_are_compared_byte_by_byte() -> None:
     result = measure_copies(64, 256, scattered=True, repetitions=3)
-    assert len(result.memmove) == len(result.scatter) == len(result.gather) == 3
+    assert all(len(getattr(result, kind)) == 3 for kind in COPY_KINDS)
     assert result.share("scatter") > 0
 
 

@@ -32,9 +32,13 @@ class Session:
     def __init__(self) -> None:
         self.results: dict[int, Result] = {}
         self.waited: list[int] = []
-        self.control = SimpleNamespace(result=self.results.__getitem__)
+        self.control = SimpleNamespace(result=self.results.__getitem__, is_whole=self.is_whole)
 
-    def wait_consumed(self, sequence: int, timeout_s: float, what: str) -> None:
+    def is_whole(self, index: int, sequence: int) -> bool:
+        result = self.results[index]
+        return result.sequence == sequence and not result.unknown + result.absent + result.pending
+
+    def wait_consumed(self, sequence: int, timeout_s: float, what: str, whose: str) -> None:
         self.waited.append(sequence)
 
 
