@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 
 from stagecache.errors import DaemonLostError, StageCacheError
+from stagecache_wire import layout
 from stagecache_wire.records import Kind, Record
 from stagecache_wire.v1 import stagecache_pb2 as pb
 
@@ -197,7 +198,17 @@ class BlockSharing:
         answer, self._answer = self._answer, None
         if answer is not None:
             self._on = answer.on and self.vouched is not None
+        if self._on and not self._session.control.words[layout.D_SHARED_GENERATION]:
+            self._join_again()
         return self._on
+
+    def _join_again(self) -> None:
+        """A daemon adopted the session and does not have its namespace any more."""
+        logger.warning(
+            "stagecache: stage %s: the daemon is back without the blocks that were shared", self._session.stage
+        )
+        self.intend(self.vouched)
+        self.join_intended()
 
     def begin(self, output: Any, plan: StepPlan) -> None:
         """What the scheduler output of a step says of shared blocks. Behind the flushes of requests that ended, before

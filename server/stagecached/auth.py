@@ -2,7 +2,7 @@
 
 A token is ``hex(HMAC-SHA256(secret, role + "|" + session_id))``: the daemon keeps no list of them, and one that it
 issued before a restart is still good after it. The peer socket issues them to processes whose uid the kernel
-vouches for (``stagecached.peer``); every call but health and reflection carries one.
+vouches for (``stagecached.peer``); every call of the service carries one; health and reflection need none.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ SERVICE: Final = "stagecache.v1.StageCache"
 ROLES: Final = frozenset({"worker", "scheduler", "observer"})
 SECRET_BYTES: Final = 32
 SESSION_ID: Final = re.compile(r"[0-9a-f]{16}")
-
-OPEN_SERVICES: Final = ("/grpc.health.v1.Health/", "/grpc.reflection.v1alpha.ServerReflection/")
-"""Answered without a token."""
 
 ALLOWED: Final[dict[str, frozenset[str]]] = {
     "Attach": frozenset({"worker"}),

@@ -33,7 +33,7 @@ from stagecached.background import Background
 from stagecached.budget import Budget, mib
 from stagecached.config import Settings
 from stagecached.consumer import Consumer
-from stagecached.interceptor import Guard
+from stagecached.interceptor import Guard, WrappingServer
 from stagecached.keymemory import KeyMemory
 from stagecached.manifest import ManifestStore
 from stagecached.ownership import RunDirectory
@@ -191,7 +191,6 @@ class Daemon:
     def _make_server(self, tokens: Tokens) -> grpc.aio.Server:
         """No keepalive: a stopped worker is not a dead one."""
         server = grpc.aio.server(
-            interceptors=[self._observatory.interceptor(), Guard(tokens)],
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -200,7 +199,8 @@ class Daemon:
             maximum_concurrent_rpcs=MAX_CALLS,
         )
         calls = SharedCalls(self._shared, self._owners, self._manager.all, self._manager.background)
-        pb_grpc.add_StageCacheServicer_to_server(StageCacheService(self._manager, calls), server)
+        guarded = WrappingServer(server, [self._observatory.call_timer(), Guard(tokens)])
+        pb_grpc.add_StageCacheServicer_to_server(StageCacheService(self._manager, calls), guarded)  # type: ignore[arg-type]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (pb.DESCRIPTOR.services_by_name["StageCache"].full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)

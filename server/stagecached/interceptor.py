@@ -1,5 +1,8 @@
 """What stands before every method: the token check, the decoding of the request, and the translation of errors.
 
+Methods are wrapped once, when they are added to the server: gRPC's own interceptors are asked at every call, and each
+would make its handler anew (25 µs of a call's 300).
+
 Nothing of a request is decoded before its token is good. A request that does not decode, a Refusal and an unexpected
 exception all end as a status with a typed Error (``stagecached.refusal``).
 """
@@ -7,8 +10,8 @@ exception all end as a status with a typed Error (``stagecached.refusal``).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import grpc
 import structlog
@@ -21,17 +24,42 @@ from stagecached.refusal import Refusal, abort, internal
 log = structlog.get_logger()
 
 
-class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Wraps every handler of the service; health and reflection pass unguarded."""
+class Wrapper(Protocol):
+    """Stands before a method."""
+
+    def wrap(self, path: str, handler: Any) -> Any:
+        """The handler to serve in place of ``handler``. path: ``/service/Method``."""
+        ...
+
+
+class WrappingServer:
+    """A server to add one service's methods to, each behind ``wrappers``, the first outermost."""
+
+    def __init__(self, server: grpc.aio.Server, wrappers: Sequence[Wrapper]) -> None:
+        self._server = server
+        self._wrappers = wrappers
+
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        """Generated code adds every method twice; they are taken by their names, below."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        wrapped = {name: self._wrap(f"/{service}/{name}", handler) for name, handler in handlers.items()}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, wrapped),))
+
+    def _wrap(self, path: str, handler: Any) -> Any:
+        for wrapper in reversed(self._wrappers):
+            handler = wrapper.wrap(path, handler)
+        return handler
+
+
+class Guard:
+    """Wraps every method of the service."""
 
     def __init__(self, tokens: auth.Tokens) -> None:
         self._tokens = tokens
 
-    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        path: str = handler_call_details.method
-        handler = await continuation(handler_call_details)
-        if handler is None or path.startswith(auth.OPEN_SERVICES):
-            return handler
+    def wrap(self, path: str, handler: Any) -> Any:
+        """See ``Wrapper``."""
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
                 self._unary(path, handler), response_serializer=handler.response_serializer

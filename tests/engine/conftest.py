@@ -20,6 +20,8 @@ from stagecache.local_engine import quiet_engine_environment
 
 SCENARIOS = Path(__file__).with_name("scenarios.py")
 
+SHAPE = ModelShape(hidden=128, vocab=1024, max_len=1024)
+
 Scenario = Callable[..., dict[str, Any]]
 
 
@@ -31,7 +33,7 @@ def clean_environment() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model") / "checkpoint"
-    write_checkpoint(directory, ModelShape(hidden=128, vocab=1024, max_len=1024))
+    write_checkpoint(directory, SHAPE)
     return directory
 
 

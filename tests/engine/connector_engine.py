@@ -2,9 +2,10 @@
 
     python connector_engine.py CHECKPOINT KV_FOLDER    stdin: a JSON line a request; stdout: a JSON line an answer
 
-A line names ``id``, ``tokens``, ``out`` (where its rows go, safetensors), and may name ``salt`` and ``max_tokens``; the
-answer says how many tokens the engine took from a cache, how many it computed, and which error its rows had. With
-``reference`` the prompts of ``prompts`` are computed by an engine without any cache, before the other one is made.
+A line names ``id``, ``tokens``, ``out`` (where its rows go, safetensors), and may name ``salt``, ``lora`` (name and
+folder) and ``max_tokens``; the answer says how many tokens the engine took from a cache, how many it computed, and
+which error its rows had. With ``reference`` the prompts of ``prompts`` are computed by an engine without any cache,
+before the other one is made, those that ``loras`` names with that adapter.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class Engine:
         from vllm import SamplingParams
 
         name = order["id"]
+        for earlier in (self.prompts, self.errors, self.computed):
+            earlier.pop(name, None)
         params = SamplingParams(
             max_tokens=order.get("max_tokens", 3), temperature=0.0, detokenize=False, ignore_eos=True
         )
@@ -68,7 +71,7 @@ class Engine:
         if order.get("salt"):
             prompt["cache_salt"] = order["salt"]
         engine = self.llm.llm_engine
-        engine.add_request(name, prompt, params)
+        engine.add_request(name, prompt, params, lora_request=lora_of(order.get("lora")))
         output = None
         while engine.has_unfinished_requests():
             for found in engine.step():
@@ -87,12 +90,23 @@ class Engine:
         }
 
 
-def write_reference(checkpoint: Path, prompts: dict[str, list[int]], out: Path) -> None:
+def lora_of(found: tuple[str, str] | None) -> Any:
+    """A request for the adapter of that name and folder."""
+    from vllm.lora.request import LoRARequest
+
+    return None if found is None else LoRARequest(found[0], 1 + sum(found[1].encode()), found[1])
+
+
+def write_reference(
+    checkpoint: Path, prompts: dict[str, list[int]], loras: dict[str, tuple[str, str]], out: Path, **changes: Any
+) -> None:
     """Rows of these prompts by an engine that caches nothing."""
     from scenarios import generate
 
-    llm = make_engine(checkpoint, enable_prefix_caching=False)
-    found = recorded(lambda: [generate(llm, {name: tokens}) for name, tokens in prompts.items()])
+    llm = make_engine(checkpoint, enable_prefix_caching=False, **changes)
+    found = recorded(
+        lambda: [generate(llm, {name: tokens}, lora=lora_of(loras.get(name))) for name, tokens in prompts.items()]
+    )
     stop(llm)
     for given, prompt in found.items():
         write_hidden_states(out / f"{given}.safetensors", prompt.hidden, {})
@@ -104,7 +118,7 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         if "reference" in order:
-            write_reference(checkpoint, order["prompts"], Path(order["reference"]))
+            write_reference(checkpoint, order["prompts"], order["loras"], Path(order["reference"]), **order["with"])
             tell({"written": len(order["prompts"])})
         elif "engine" in order:
             engine = Engine(checkpoint, kv_folder, **order["engine"])

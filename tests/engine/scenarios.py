@@ -56,13 +56,13 @@ def make_engine(checkpoint: Path, **changes: Any) -> Any:
     )
 
 
-def generate(llm: Any, prompts: dict[str, list[int]], max_tokens: int = 3) -> dict[str, Any]:
-    """Run prompts together under ids of ours; their outputs by id."""
+def generate(llm: Any, prompts: dict[str, list[int]], max_tokens: int = 3, lora: Any = None) -> dict[str, Any]:
+    """Run prompts together under ids of ours, with a LoRARequest; their outputs by id."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, detokenize=False, ignore_eos=True)
     for name, prompt in prompts.items():
-        llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params, lora_request=lora)
     finished = {}
     while llm.llm_engine.has_unfinished_requests():
         for output in llm.llm_engine.step():

@@ -17,14 +17,16 @@ from safetensors.torch import load_file
 
 from stagecache.local_daemon import LocalDaemon
 
+from .adapters import write_adapter
 from .scenarios import BLOCK, tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PROGRAM = Path(__file__).with_name("connector_engine.py")
-PROMPTS = {name: tokens(40 + number, 150) for number, name in enumerate(("first", "alone", "later", "salted", "small"))}
+PROMPTS = {name: tokens(40 + number, 150) for number, name in enumerate(("first", "alone", "later", "salted", "plain"))}
 HIT = 4 * BLOCK
 """Tokens of a prompt in full blocks, but for its last one."""
+ENGINE = {"enable_lora": True, "max_lora_rank": 8}
 
 
 class EngineProcess:
@@ -86,11 +88,11 @@ class Stage:
         self._environment = environment | {"STAGECACHE_SOCKET": str(daemon.socket), "STAGECACHE_SHARED_BLOCKS": "1"}
         self._engines: list[EngineProcess] = []
 
-    def start(self, **engine: Any) -> EngineProcess:
+    def start(self) -> EngineProcess:
         """A process that makes its engine; ``answer`` it once."""
         process = EngineProcess(self._checkpoint, self.kv, self._environment, self.folder / "engine.log")
         self._engines.append(process)
-        process.send({"engine": engine})
+        process.send({"engine": ENGINE})
         return process
 
     def rows_are_right(self, name: str, mine: Path) -> bool:
@@ -99,12 +101,12 @@ class Stage:
         expected = load_file(self.folder / f"{name}.safetensors")["hidden_states"]
         return torch.equal(rows, expected) and not torch.equal(rows.roll(1, dims=0), expected)
 
-    def run(self, engine: EngineProcess, name: str, **more: Any) -> dict[str, Any]:
-        """A prompt on an engine; ``right``: whether its rows are."""
+    def run(self, engine: EngineProcess, name: str, like: str = "", **more: Any) -> dict[str, Any]:
+        """A prompt on an engine; ``right``: whether its rows are those of ``like``, of itself unless named."""
         out = self.folder / "mine.safetensors"
         out.unlink(missing_ok=True)
         found = engine.ask(id=name, tokens=PROMPTS[name], out=str(out), **more)
-        return {**found, "right": out.exists() and self.rows_are_right(name, out)}
+        return {**found, "right": out.exists() and self.rows_are_right(like or name, out)}
 
     def close(self) -> None:
         for engine in self._engines:
@@ -126,10 +128,14 @@ def test_what_one_engine_computed_another_is_served_whatever_dies(stage: Stage) 
     """G2, and the rows are those of an uncached run, bit for bit."""
     one = EngineProcess(stage._checkpoint, stage.kv, stage._environment, stage.folder / "engine.log")
     stage._engines.append(one)
-    one.send({"reference": str(stage.folder), "prompts": PROMPTS})
+    loras = {name: ("style", str(stage.folder / f"{name}.lora")) for name in ("painted", "drawn")}
+    for seed, (_, folder) in enumerate(loras.values()):
+        write_adapter(Path(folder), seed)
+    wanted = PROMPTS | dict.fromkeys(loras, PROMPTS["plain"])
+    one.send({"reference": str(stage.folder), "prompts": wanted, "loras": loras, "with": ENGINE})
     other = stage.start()
-    assert one.answer() == {"written": len(PROMPTS)}
-    assert one.ask(engine={}) == {"serves": True}
+    assert one.answer() == {"written": len(wanted)}
+    assert one.ask(engine=ENGINE) == {"serves": True}
     assert other.answer() == {"serves": True}
 
     computed = stage.run(one, "first")
@@ -146,6 +152,13 @@ def test_what_one_engine_computed_another_is_served_whatever_dies(stage: Stage) 
     apart = stage.run(other, "salted", salt="yours")
     assert (apart["cached"], apart["computed"], apart["right"]) == (0, 150, True), apart
 
+    # So do an adapter and none, in engines that were given equal tokens; the same adapter is served.
+    assert stage.run(one, "plain", "painted", lora=loras["painted"])["right"]
+    found = stage.run(other, "plain", "painted", lora=loras["painted"])
+    assert (found["cached"], found["from_cache"], found["right"]) == (HIT, HIT, True), found
+    bare = stage.run(other, "plain")
+    assert (bare["cached"], bare["computed"], bare["right"]) == (0, 150, True), bare
+
     one.kill()
     alone = stage.run(other, "alone")
     assert (alone["cached"], alone["right"]) == (0, True)
@@ -154,6 +167,10 @@ def test_what_one_engine_computed_another_is_served_whatever_dies(stage: Stage) 
     for name in ("first", "alone"):
         found = stage.run(again, name)
         assert (found["cached"], found["from_cache"], found["right"]) == (HIT, HIT, True), found
+
+    # Another adapter under the same name has the same hashes in vLLM, and other files.
+    drawn = stage.run(again, "plain", "drawn", lora=loras["drawn"])
+    assert (drawn["cached"], drawn["computed"], drawn["right"]) == (0, 150, True), drawn
 
     os.kill(stage.daemon.pid or 0, signal.SIGKILL)
     stage.daemon.start()

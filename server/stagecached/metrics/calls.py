@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Final
+from typing import Any
 
 import grpc
 
 from stagecache_wire.v1 import stagecache_pb2 as pb
-from stagecached.auth import SERVICE
 from stagecached.metrics.catalog import CALL_BOUNDS_S, METHODS, REASONS
 from stagecached.metrics.histogram import Histogram
 from stagecached.refusal import ERROR_METADATA_KEY
-
-_PREFIX: Final = f"/{SERVICE}/"
 
 OnRefusal = Callable[[str, pb.Error], None]
 """Called with the method and the Error that the caller gets."""
@@ -28,19 +25,16 @@ class CallFigures:
         self.refused = dict.fromkeys(REASONS, 0)
 
 
-class CallTimer(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """The first interceptor: what it times includes the token check and the answer of a refusal."""
+class CallTimer:
+    """The outermost wrapper (``stagecached.interceptor``): its time includes the token check and a refusal's answer."""
 
     def __init__(self, figures: CallFigures, on_refusal: OnRefusal) -> None:
         self._figures = figures
         self._on_refusal = on_refusal
 
-    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        handler = await continuation(handler_call_details)
-        path: str = handler_call_details.method
-        if handler is None or not path.startswith(_PREFIX):
-            return handler
-        method = path.removeprefix(_PREFIX)
+    def wrap(self, path: str, handler: Any) -> Any:
+        """The handler, timed. path: ``/service/Method``."""
+        method = path.rpartition("/")[2]
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
                 self._unary(method, handler.unary_unary), handler.request_deserializer, handler.response_serializer

@@ -75,8 +75,8 @@ class Monitor:
         self._surveying = asyncio.Lock()
         manager.on_event = self.session_event
 
-    def interceptor(self) -> CallTimer:
-        """The first interceptor of the gRPC server."""
+    def call_timer(self) -> CallTimer:
+        """Times calls and counts refusals; stands before all else."""
         return CallTimer(self.calls, self._refused)
 
     def start(self) -> None:

@@ -168,14 +168,18 @@ class SharedBlocks:
         session.segments.words[layout.D_SHARED_GENERATION] = 0
 
     def adopt(self, session: Session) -> None:
-        """Make an adopted session again a member where it was one. Its consumer must not run yet."""
+        """Make an adopted session again a member where it was one, else tell its worker that it is none. Its consumer
+        must not run yet.
+        """
         space = self._spaces.get(session.manifest.namespace)
         generation = session.segments.words[layout.D_SHARED_GENERATION]
-        if space is None or generation == 0:
+        if generation == 0:
             return
-        stores = [session.key_named(schema.name) for schema in space.store.geometry.keys]
+        stores = [] if space is None else [session.key_named(schema.name) for schema in space.store.geometry.keys]
         key_ids = {store.key_id: at for at, store in enumerate(stores) if store is not None}
-        if len(key_ids) < len(stores):
+        if space is None or len(key_ids) < len(stores):
+            session.segments.words[layout.D_SHARED_GENERATION] = 0
+            log.warning("session is in no namespace any more", session=session.session_id, label=session.label)
             return
         membership = Membership(space.store, key_ids, generation, _noting(session))
         space.members[session.session_id] = membership

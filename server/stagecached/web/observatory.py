@@ -30,9 +30,9 @@ class Observatory:
         self._http = HttpServer(self._site)
         self._unix: Path | None = None
 
-    def interceptor(self) -> CallTimer:
-        """Times calls; the first interceptor."""
-        return self.monitor.interceptor()
+    def call_timer(self) -> CallTimer:
+        """Times calls; stands before all else."""
+        return self.monitor.call_timer()
 
     async def start(self, unix: Path, access: Access, address: str, port: int | None) -> None:
         """Answer on the Unix socket, and on TCP where a port is given; not yet as serving.
