@@ -74,7 +74,12 @@ class StageCache:
         split_lists: bool = True,
         explicit_acks: bool = False,
         device: CpuDevice | None = None,
+        requests: RequestTable | None = None,
+        first_step_id: int = 1,
     ) -> None:
+        """As ``attach``. requests, first_step_id: where this cache goes on behind another one: what that handed out,
+        and ids that it did not give.
+        """
         geometry = session.geometry
         self.counters = Counters()
         self.on_renewed: Callable[[], None] = lambda: None
@@ -82,7 +87,7 @@ class StageCache:
         self._geometry = geometry
         self._lock = threading.Lock()
         self._delivery = threading.Lock()
-        self._requests = RequestTable(explicit_acks=explicit_acks)
+        self._requests = requests or RequestTable(explicit_acks=explicit_acks)
         self._planner = StepPlanner(self._requests, geometry)
         self._batches = BatchReader(view, geometry, self._requests)
         self._attachment = partial(
@@ -100,7 +105,7 @@ class StageCache:
         self._use(self._attachment(session, KeyBook(session.open_key, policy, declared)))
         self._steps: dict[int, SavedStep] = {}
         self._in_flight: dict[int, weakref.ref[SavedStep]] = {}
-        self._next_step_id = 1
+        self._next_step_id = first_step_id
         self._plan: StepPlan | None = None
         self._missed: list[Any] = []
         """Scheduler outputs of steps that were interrupted before all was noted that they say."""

@@ -275,7 +275,7 @@ def test_without_a_daemon_the_stage_falls_back_with_one_warning(no_daemon: str, 
     runner.lay_out()
     attach.prepare(runner)
     step_id = first_step(runner)
-    assert type(runner.omni_prefix_cache) is OmniPrefixCacheManager
+    assert type(getattr(runner.omni_prefix_cache, "inner", runner.omni_prefix_cache)) is OmniPrefixCacheManager
     assert runner._prefix_cache_materialize(step_id, ["a"])[0]["a"].shape == (3, HIDDEN)
     [warning] = shim_log
     assert no_daemon in warning

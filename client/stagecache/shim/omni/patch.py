@@ -14,12 +14,14 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Final
 
 from stagecache.shim.omni import attach
 from stagecache.shim.omni.errors import UnsupportedOmniError, as_omni
+from stagecache.shim.omni.late import LateManager, Waiting
 
 RUNNER_MIXIN: Final = "vllm_omni.core.prefix_cache.runner_mixin"
 GPU_RUNNER: Final = "vllm_omni.worker.gpu_model_runner"
@@ -113,12 +115,16 @@ def _ensure(module: ModuleType, original: Callable[[Any], None], adapter_api: bo
     @functools.wraps(original)
     def stagecache_ensure(self: Any) -> None:
         manager = attach.take(self)
-        if manager is None:
+        if manager is None or isinstance(manager, Waiting):
+            config = self._omni_prefix_cache_cfg
             original(self)
+            if manager is not None and not adapter_api and self.omni_prefix_cache is not None:
+                view = _group_view(module, self, config)
+                late = self.omni_prefix_cache = LateManager(self, self.omni_prefix_cache, manager, view)
+                weakref.finalize(self, late.shutdown)
             return
         config, self._omni_prefix_cache_cfg = self._omni_prefix_cache_cfg, None
-        groups = getattr(self.kv_cache_config, "kv_cache_groups", None)
-        view = module.get_prefix_cache_group_view(self.input_batch, config.block_size, kv_cache_groups=groups)
+        view = _group_view(module, self, config)
         if view is None:
             raise as_omni(
                 UnsupportedOmniError(
@@ -135,6 +141,12 @@ def _ensure(module: ModuleType, original: Callable[[Any], None], adapter_api: bo
             self._prefix_cache_group_view = view
 
     return stagecache_ensure
+
+
+def _group_view(module: ModuleType, runner: Any, config: Any) -> Any:
+    """vLLM-Omni's view of a runner's batch; None where it has no block table."""
+    groups = getattr(runner.kv_cache_config, "kv_cache_groups", None)
+    return module.get_prefix_cache_group_view(runner.input_batch, config.block_size, kv_cache_groups=groups)
 
 
 def patch_kv_cache_init(runner_class: Any) -> None:
