@@ -365,6 +365,13 @@ class StageCache:
         self._saver.sharing.join_later(namespace)
         self._sharing = self._saver.sharing
 
+    @property
+    def keys_settled(self) -> bool:
+        """Whether the keys that are open are those that the model brings, as far as steps have shown; what a namespace
+        is joined with should be.
+        """
+        return self._keys.settled
+
     def publish(self, blocks: Sequence[tuple[int, bytes]]) -> int:
         """Offer full blocks to the node, as (block id, 32-byte hash): rows of all keys must have been saved, deferred
         ones flushed. A block of which a row is not there is not kept. Engine thread; returns how many were logged, 0

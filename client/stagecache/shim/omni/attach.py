@@ -21,11 +21,14 @@ from stagecache.gates import check_stage
 from stagecache.policy import ModelCachePolicy
 from stagecache.requests import RequestTable
 from stagecache.session import Session
+from stagecache.sharing import Namespace
+from stagecache.shim.identity import engine_name, namespace_of
 from stagecache.shim.omni.errors import StageKeysError, as_omni
 from stagecache.shim.omni.keys import hidden_key_of
 from stagecache.shim.omni.late import LateManager, Waiting
 from stagecache.shim.omni.manager import SidecarPrefixCacheManager, attach_session, geometry_of
 from stagecache.shim.scheduler import stage_name
+from stagecache.shim.shared_blocks import shared_blocks_wanted
 from stagecache_wire.geometry import BadGeometryError, KeySchema
 
 logger = logging.getLogger("vllm.stagecache")
@@ -54,7 +57,7 @@ def prepare(runner: Any) -> Prepared | None:
     Raises:
         GateRefusal: the stage's settings cannot be served; an ``OmniPrefixCacheUnmatchError`` too.
         StageKeysError: STAGECACHE_KEYS lists no keys.
-        StageCacheError: the daemon cannot be had, and STAGECACHE_REQUIRED is 1.
+        StageCacheError: the daemon cannot be had, and STAGECACHE_REQUIRED is 1, or KV may come from a connector.
     """
     from vllm.distributed.parallel_state import get_pp_group
 
@@ -73,7 +76,7 @@ def prepare(runner: Any) -> Prepared | None:
         raise
     if facts is None:
         return None
-    prepared = Prepared(config, *_attach(runner, config))
+    prepared = Prepared(config, *_attach(runner, config, may_fall_back=not facts.kv_consumer))
     runner.__dict__[_ATTRIBUTE] = prepared
     return prepared
 
@@ -105,15 +108,22 @@ def _block_table(runner: Any) -> Any:
     return None if batch is None else batch.block_table[0]
 
 
-def _attach(runner: Any, config: Any) -> tuple[SidecarPrefixCacheManager | None, Waiting | None]:
-    """The attached manager; or what waits for a daemon, where one may come later."""
+def _attach(
+    runner: Any, config: Any, *, may_fall_back: bool
+) -> tuple[SidecarPrefixCacheManager | None, Waiting | None]:
+    """The attached manager; or what waits for a daemon, where one may come later. may_fall_back: the in-process cache
+    can serve the stage; it cannot where KV comes from a connector.
+    """
     model_config = runner.model_config
     policy = runner._omni_cache_policy
+    stage, shares = stage_name(runner.vllm_config), shared_blocks_wanted()
+    namespace = namespace_of(runner.vllm_config, stage) if shares else None
     asked: dict[str, Any] = {
         "socket": os.environ["STAGECACHE_SOCKET"],
         "model": str(model_config.model),
-        "stage": stage_name(runner.vllm_config),
+        "stage": stage,
         "rank": _tp_rank(),
+        "engine": engine_name(runner.vllm_config) if shares else "",
         "expected": _expected_keys(model_config, policy),
     }
     make = partial(
@@ -131,24 +141,27 @@ def _attach(runner: Any, config: Any) -> tuple[SidecarPrefixCacheManager | None,
     except StageKeysError:
         raise
     except StageCacheError as error:
-        if os.environ.get("STAGECACHE_REQUIRED") == "1":
+        if os.environ.get("STAGECACHE_REQUIRED") == "1" or not may_fall_back:
             raise
         logger.warning(
             "stagecache: stage %s falls back to vLLM-Omni's in-process prefix cache. Socket %s: %s",
-            asked["stage"],
+            stage,
             asked["socket"],
             error,
         )
-        return None, None if isinstance(error, GeometryError) else _wait(runner, config, asked, make, error)
+        never = isinstance(error, GeometryError)
+        return None, None if never else _wait(runner, config, asked, make, namespace, error)
     weakref.finalize(runner, manager.shutdown)  # for a runner that ends before its first step
-    _tell(manager)
+    _go_on(manager, namespace)
     return manager, None
 
 
-def _wait(runner: Any, config: Any, asked: dict[str, Any], make: Any, error: Exception) -> Waiting:
+def _wait(
+    runner: Any, config: Any, asked: dict[str, Any], make: Any, namespace: Namespace | None, error: Exception
+) -> Waiting:
     def made(session: Session, requests: RequestTable, first_step_id: int) -> SidecarPrefixCacheManager:
         manager: SidecarPrefixCacheManager = make(session=session, requests=requests, first_step_id=first_step_id)
-        _tell(manager)
+        _go_on(manager, namespace)
         return manager
 
     waiting = Waiting(partial(attach_session, config, **asked), made, asked["stage"], geometry_of(config), error)
@@ -156,7 +169,9 @@ def _wait(runner: Any, config: Any, asked: dict[str, Any], make: Any, error: Exc
     return waiting
 
 
-def _tell(manager: SidecarPrefixCacheManager) -> None:
+def _go_on(manager: SidecarPrefixCacheManager, namespace: Namespace | None) -> None:
+    if namespace is not None:
+        manager.share(namespace)
     session = manager.cache.session
     logger.info(
         "stagecache: stage %s attached as session %s, %d blocks of %d, keys %s",

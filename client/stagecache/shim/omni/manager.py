@@ -30,6 +30,7 @@ from stagecache.outputs import StageCacheOutputs
 from stagecache.policy import ModelCachePolicy
 from stagecache.requests import RequestTable
 from stagecache.session import Session
+from stagecache.sharing import Namespace
 from stagecache.shim.omni.errors import as_omni
 from stagecache.shim.omni.keys import keys_from_env
 from stagecache.shim.omni.steps import StepReader
@@ -139,6 +140,8 @@ class SidecarPrefixCacheManager:
         self._steps = StepReader()
         self._outputs = _outputs_class()
         self._policy = self._own_policy(policy)
+        self._namespace: Namespace | None = None
+        """To be joined."""
         try:
             session = session or attach_session(
                 config,
@@ -166,6 +169,12 @@ class SidecarPrefixCacheManager:
             requests=requests,
             first_step_id=first_step_id,
         )
+
+    def share(self, namespace: Namespace) -> None:
+        """Share full blocks with the replicas of this stage on the node, once the first steps have shown its keys: they
+        are part of the namespace, and few stages have told all of theirs before.
+        """
+        self._namespace = namespace
 
     def bind(self, view: Any) -> None:
         """Read this group view; where the manager was attached before the input batch was there."""
@@ -224,7 +233,7 @@ class SidecarPrefixCacheManager:
         try:
             if write_layout is not None:
                 self._view.use_layout(write_layout)
-            return self.cache.save_outputs(
+            step_id = self.cache.save_outputs(
                 hidden_states,
                 mm_outputs,
                 num_tokens_unpadded=num_tokens_unpadded,
@@ -233,6 +242,10 @@ class SidecarPrefixCacheManager:
         except StageCacheError as error:
             as_omni(error)
             raise
+        if self._namespace is not None and self.cache.keys_settled:
+            self.cache.join_later(self._namespace)
+            self._namespace = None
+        return step_id
 
     def materialize(self, step_id: int, req_ids: list[str]) -> Any:
         """Merged outputs of a saved step for some or all of its requests, as vLLM-Omni's ``StageCacheOutputs``.

@@ -3,6 +3,7 @@
     runner_mixin  PrefixCacheRunnerMixin._ensure_omni_prefix_cache   builds our manager, or vLLM-Omni's by the original
     gpu_runner    OmniGPUModelRunner.initialize_kv_cache             attaches once the KV cache is laid out
     npu_runner    OmniNPUModelRunner.initialize_kv_cache             the same, where that runner is imported
+    kv_transfer   group_view.check_prefix_cache_kv_transfer          where blocks are shared, our gate decides (G2)
 
 Nothing else is touched. Each patch looks for what it replaces and refuses to go on without it; so does an unknown
 release. The plugin (``stagecache.shim.plugin``) calls ``apply`` when one of these modules has been imported.
@@ -14,6 +15,7 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import os
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -22,8 +24,10 @@ from typing import Any, Final
 from stagecache.shim.omni import attach
 from stagecache.shim.omni.errors import UnsupportedOmniError, as_omni
 from stagecache.shim.omni.late import LateManager, Waiting
+from stagecache.shim.shared_blocks import shared_blocks_wanted
 
 RUNNER_MIXIN: Final = "vllm_omni.core.prefix_cache.runner_mixin"
+GROUP_VIEW: Final = "vllm_omni.core.prefix_cache.group_view"
 GPU_RUNNER: Final = "vllm_omni.worker.gpu_model_runner"
 NPU_RUNNER: Final = "vllm_omni.platforms.npu.worker.npu_model_runner"
 
@@ -68,6 +72,7 @@ def apply(module: ModuleType) -> None:
     """
     version = omni_version()
     patch_mixin(importlib.import_module(RUNNER_MIXIN), version)
+    patch_kv_transfer(importlib.import_module(GROUP_VIEW), version)
     if module.__name__ == RUNNER_MIXIN:
         return
     if module.__name__ == GPU_RUNNER:
@@ -107,6 +112,23 @@ def patch_mixin(module: ModuleType, version: str) -> None:
     if not hasattr(mixin, _PATCHED):
         mixin._ensure_omni_prefix_cache = _ensure(module, mixin._ensure_omni_prefix_cache, adapter_api)
         setattr(mixin, _PATCHED, True)
+
+
+def patch_kv_transfer(module: ModuleType, version: str) -> None:
+    """Let a stage whose KV may come from a connector have a cache where it shares blocks: what is asked of it then
+    ``stagecache.gates`` asks when the worker attaches. Idempotent.
+    """
+    original = _target(module, "check_prefix_cache_kv_transfer", "kv_transfer", version)
+    if getattr(original, _PATCHED, False):
+        return
+
+    @functools.wraps(original)
+    def stagecache_check(kv_transfer_config: Any) -> None:
+        if not (os.environ.get("STAGECACHE_SOCKET") and shared_blocks_wanted()):
+            original(kv_transfer_config)
+
+    setattr(stagecache_check, _PATCHED, True)
+    module.check_prefix_cache_kv_transfer = stagecache_check  # type: ignore[attr-defined]
 
 
 def _ensure(module: ModuleType, original: Callable[[Any], None], adapter_api: bool) -> Callable[[Any], None]:
