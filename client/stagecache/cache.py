@@ -74,7 +74,12 @@ class StageCache:
         split_lists: bool = True,
         explicit_acks: bool = False,
         device: CpuDevice | None = None,
+        requests: RequestTable | None = None,
+        first_step_id: int = 1,
     ) -> None:
+        """As ``attach``. requests, first_step_id: where this cache goes on behind another one: what that handed out,
+        and ids that it did not give.
+        """
         geometry = session.geometry
         self.counters = Counters()
         self.on_renewed: Callable[[], None] = lambda: None
@@ -82,7 +87,7 @@ class StageCache:
         self._geometry = geometry
         self._lock = threading.Lock()
         self._delivery = threading.Lock()
-        self._requests = RequestTable(explicit_acks=explicit_acks)
+        self._requests = requests or RequestTable(explicit_acks=explicit_acks)
         self._planner = StepPlanner(self._requests, geometry)
         self._batches = BatchReader(view, geometry, self._requests)
         self._attachment = partial(
@@ -101,7 +106,7 @@ class StageCache:
         self._steps: dict[int, SavedStep] = {}
         self._in_flight: dict[int, Callable[[], object]] = {}
         """Steps that are being materialized, each by a weak reference."""
-        self._next_step_id = 1
+        self._next_step_id = first_step_id
         self._plan: StepPlan | None = None
         self._missed: list[Any] = []
         """Scheduler outputs of steps that were interrupted before all was noted that they say."""
@@ -360,6 +365,13 @@ class StageCache:
         """As ``join_namespace``, from a thread of its own: for a worker that runs already. A refusal is logged."""
         self._saver.sharing.join_later(namespace)
         self._sharing = self._saver.sharing
+
+    @property
+    def keys_settled(self) -> bool:
+        """Whether the keys that are open are those that the model brings, as far as steps have shown; what a namespace
+        is joined with should be.
+        """
+        return self._keys.settled
 
     def publish(self, blocks: Sequence[tuple[int, bytes]]) -> int:
         """Offer full blocks to the node, as (block id, 32-byte hash): rows of all keys must have been saved, deferred

@@ -78,6 +78,11 @@ class KeyBook:
         if key.schema.provisional:
             self._provisional.add(key.schema.name)
 
+    @property
+    def settled(self) -> bool:
+        """Whether keys are open, and none of them may prove a mistake."""
+        return bool(self.open) and not self._provisional and not self._remembered
+
     def renewed(self, open_key: OpenKey) -> KeyBook:
         """A book for another session: what the model brings is known, nothing is open."""
         book = KeyBook(open_key, self.policy, self._declared)

@@ -24,6 +24,7 @@ import grpc
 
 from stagecache import errors
 from stagecache_wire.layout import ABI
+from stagecache_wire.locks import LifeLock, LockHeldError
 from stagecache_wire.names import RunPaths
 from stagecache_wire.v1 import stagecache_pb2 as pb
 from stagecache_wire.v1 import stagecache_pb2_grpc as pb_grpc
@@ -86,6 +87,19 @@ class Credentials:
             ("stagecache-role", self.role),
             ("stagecache-token", self.token),
         )
+
+    def take_lock(self, timeout_s: float) -> LifeLock:
+        """The lock that says that this process lives; a sweep may hold it for a moment, so it is waited for.
+
+        Raises:
+            AttachError: the daemon named none, or it cannot be taken.
+        """
+        if self.worker_lock is None:
+            raise errors.AttachError(f"the daemon named no lock for this {self.role}")
+        try:
+            return LifeLock.wait(self.worker_lock, timeout_s, create=False)
+        except (LockHeldError, FileNotFoundError) as error:
+            raise errors.AttachError(f"the lock of {self.role} {self.session_id} cannot be taken: {error}") from error
 
 
 def reason_name(reason: int) -> str:

@@ -34,7 +34,7 @@ from stagecache_wire import layout, shm
 from stagecache_wire.fence import fence
 from stagecache_wire.figures import WAITS
 from stagecache_wire.geometry import BadGeometryError, Geometry, KeySchema
-from stagecache_wire.locks import LifeLock, LockHeldError, is_held
+from stagecache_wire.locks import LifeLock, is_held
 from stagecache_wire.messages import geometry_from_wire, geometry_to_wire, schema_from_wire, schema_to_wire
 from stagecache_wire.names import RunPaths
 from stagecache_wire.records import KeyMode, Kind, Record, key_words
@@ -50,6 +50,7 @@ logger = logging.getLogger("stagecache")
 ATTACH_TIMEOUT_S: Final = 120.0
 """Prefaulting pools takes about a second a GiB."""
 RPC_TIMEOUT_S: Final = 30.0
+LOCK_TIMEOUT_S: Final = 1.0
 _ALIVE_EVERY_S: Final = 0.05
 ANEW: Final = "The worker attaches anew by itself as soon as a daemon takes it; rows saved before are gone."
 
@@ -144,12 +145,7 @@ class Session:
         except (BadGeometryError, UnicodeEncodeError) as error:
             raise GeometryError(f"attach: {error}") from error
         credentials = handshake(socket, "worker")
-        if credentials.worker_lock is None:
-            raise AttachError("the daemon named no lock for this worker")
-        try:
-            lock = LifeLock.wait(credentials.worker_lock, 1.0, create=False)
-        except (LockHeldError, FileNotFoundError) as error:
-            raise AttachError(f"the lock of session {credentials.session_id} cannot be taken: {error}") from error
+        lock = credentials.take_lock(LOCK_TIMEOUT_S)
         rpc = Rpc(credentials)
         try:
             answer = rpc.attach(

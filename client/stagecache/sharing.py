@@ -49,6 +49,9 @@ JOIN_TIMEOUT_S: Final = 120.0
 """The first session to join has the daemon prefault the namespace's memory, about a second a GiB."""
 
 
+ANSWER_TIMEOUT_S: Final = 2.0
+"""Longest wait of a fill for the answer to a join in the background."""
+
 JOIN_PAUSES_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Between tries of a join in the background that found no daemon."""
 
@@ -100,6 +103,7 @@ class BlockSharing:
         """Of a join in the background, which the engine thread has not looked at."""
         self._begun = False
         """A thread has begun that join."""
+        self._answered = threading.Event()
         self._lock = threading.Lock()
 
     @property
@@ -155,6 +159,7 @@ class BlockSharing:
         """The model is what ``namespace`` names, and nothing was asked yet."""
         self._namespace = None if namespace is None else (namespace, self._epochs.model_resets)
         self._on, self._answer, self._begun = False, None, False
+        self._answered = threading.Event()
 
     def join_intended(self) -> None:
         """Join, on a thread of its own, what was intended and is still the model's; once, however often it is called.
@@ -164,13 +169,19 @@ class BlockSharing:
         namespace, intended = self.vouched, self._namespace
         if namespace is None or self._begun:
             return
-        sequence = self._session.log.head
+        sequence, answered = self._session.log.head, self._answered
 
         def run() -> None:
             with self._lock:
                 if self._begun or self._namespace is not intended:
                     return
                 self._begun = True
+            try:
+                ask()
+            finally:
+                answered.set()
+
+        def ask() -> None:
             for pause_s in JOIN_PAUSES_S:
                 try:
                     joined = self._ask(namespace, sequence)
@@ -185,6 +196,7 @@ class BlockSharing:
                 else:
                     self._answer, why = joined, joined.why
                     if joined.on:
+                        logger.info("stagecache: stage %s shares %d blocks", self._session.stage, joined.num_blocks)
                         return
                     break
             logger.warning("stagecache: stage %s shares no blocks: %s", self._session.stage, why)
@@ -259,6 +271,8 @@ class BlockSharing:
         """
         blocks = list(blocks)
         logged = 0
+        if self._begun and not self._answered.is_set():  # The scheduler has heard of the join before this process.
+            self._answered.wait(ANSWER_TIMEOUT_S)
         try:
             for record in _records(Kind.FILL, blocks) if self._joined() else ():
                 self._session.append(record)

@@ -14,11 +14,13 @@ from vllm_omni.core.prefix_cache import (
     OmniPrefixCacheManager,
     OmniPrefixCacheUnmatchError,
     PrefixCacheConfig,
+    group_view,
     runner_mixin,
 )
 
 from stagecache.errors import DaemonUnavailableError
 from stagecache.policy import HIDDEN_KEY
+from stagecache.shim import scheduler
 from stagecache.shim.omni import SidecarPrefixCacheManager, attach, patch
 from tests.daemon_process import DaemonProcess
 from tests.model.steps import Scheduled, Step
@@ -275,12 +277,32 @@ def test_without_a_daemon_the_stage_falls_back_with_one_warning(no_daemon: str, 
     runner.lay_out()
     attach.prepare(runner)
     step_id = first_step(runner)
-    assert type(runner.omni_prefix_cache) is OmniPrefixCacheManager
+    assert type(getattr(runner.omni_prefix_cache, "inner", runner.omni_prefix_cache)) is OmniPrefixCacheManager
     assert runner._prefix_cache_materialize(step_id, ["a"])[0]["a"].shape == (3, HIDDEN)
     [warning] = shim_log
     assert no_daemon in warning
     assert "in-process prefix cache" in warning
     runner.omni_prefix_cache.shutdown()
+
+
+def test_kv_from_a_connector_needs_shared_blocks_and_a_daemon(no_daemon: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """G2: the in-process cache has no rows for it, so there is nothing to fall back to."""
+    monkeypatch.setattr(scheduler, "guard_active", lambda config: True)
+    monkeypatch.setattr(attach, "engine_name", lambda config: "engine")
+    monkeypatch.setattr(attach, "namespace_of", lambda config, stage: None)
+    transfer = SimpleNamespace(is_kv_consumer=True)
+    check = group_view.check_prefix_cache_kv_transfer
+    runner = Runner()
+    runner.vllm_config.kv_transfer_config = transfer
+    runner.lay_out()
+    with pytest.raises(OmniPrefixCacheUnmatchError, match="kv_consumer"):
+        check(transfer)
+    with pytest.raises(OmniPrefixCacheUnmatchError, match="STAGECACHE_SHARED_BLOCKS=1"):
+        attach.prepare(runner)
+    monkeypatch.setenv("STAGECACHE_SHARED_BLOCKS", "1")
+    check(transfer)
+    with pytest.raises(DaemonUnavailableError, match=r"nobody\.sock"):
+        attach.prepare(runner)
 
 
 def test_a_required_daemon_that_is_not_there_stops_the_engine(no_daemon: str, monkeypatch: pytest.MonkeyPatch) -> None:

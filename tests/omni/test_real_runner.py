@@ -17,8 +17,9 @@ from stagecache.demo.checkpoint import ModelShape, write_checkpoint
 from stagecache.errors import DaemonUnavailableError
 from stagecache.policy import HIDDEN_KEY
 from stagecache.shim.omni import SidecarPrefixCacheManager
-from tests.daemon_process import DaemonProcess
+from tests.daemon_process import DaemonProcess, poll_until
 from tests.omni.engines import BLOCK, Rows, StageEngine, environment, run_together, stage_engine, tokens
+from tests.omni.managers import ADAPTER_API
 
 SHARED = tokens(1, 150)
 ROUNDS = (
@@ -164,16 +165,44 @@ def test_a_preempted_request_hands_on_every_position_once(checkpoint: Path, daem
             assert torch.allclose(rows["sidecar"][name][key], want, atol=1e-4), (name, key)
 
 
-def test_without_a_daemon_the_engine_runs_on_vllm_omnis_cache(
+def test_without_a_daemon_the_engine_runs_on_vllm_omnis_cache_until_there_is_one(
     checkpoint: Path, uncached: dict[str, Rows], tmp_path: Path, shim_log: list[str]
 ) -> None:
-    nobody = tmp_path / "nobody.sock"
-    with stage_engine(checkpoint, "thinker", nobody) as engine:
-        rows = engine.run({"first": SHARED})
-        assert type(engine.manager) is OmniPrefixCacheManager
-    assert torch.equal(rows["first"]["hidden"], uncached["thinker"]["first"]["hidden"])
-    [warning] = [line for line in shim_log if "in-process" in line]
-    assert str(nobody) in warning
+    """R3, R5: then the engine forgets what only the in-process cache has, no row is lost, and none comes twice."""
+    want = uncached["thinker"]
+    daemon = DaemonProcess(tmp_path)
+    try:
+        with stage_engine(checkpoint, "thinker", daemon.socket) as engine:
+            rows = engine.run({"first": SHARED})
+            late = engine.manager
+            assert type(getattr(late, "inner", late)) is OmniPrefixCacheManager
+            assert torch.equal(rows["first"]["hidden"], want["first"]["hidden"])
+            [warning] = [line for line in shim_log if "in-process" in line]
+            assert str(daemon.socket) in warning
+            if ADAPTER_API:  # Its manager takes no scheduler outputs: the stage stays where it is.
+                return
+            daemon.start()
+            poll_until(late._waiting.session, "a session in the background")
+            rows = {}
+            while late.changed is None:
+                names = f"long{len(rows)}", f"other{len(rows)}"
+                rows.update(engine.run({names[0]: SHARED, names[1]: SHARED[:110]}, max_tokens=100))
+            assert late.followed, "requests that had rows already went on with the daemon's cache"
+            for name, found in rows.items():
+                prompt = len(SHARED) if name.startswith("long") else 110
+                for key, first in want["first"].items():
+                    assert found[key].shape[0] == prompt + 99, (name, key)
+                    assert torch.equal(found[key][:prompt], first[:prompt]), (name, key)
+            rows = engine.run({"again": SHARED, "chunked": ROUNDS[3]["chunked"]})
+            assert type(engine.manager) is SidecarPrefixCacheManager
+            assert late.inner is None
+            assert hits(engine).items() >= {"again": 128, "chunked": 128}.items()
+            assert engine.manager.cache.counters.hits >= 2
+            for name, keys in rows.items():
+                for key, got in keys.items():
+                    assert torch.equal(got, want[name][key]), (name, key)
+    finally:
+        daemon.close()
 
 
 def test_a_required_daemon_that_is_not_there_stops_the_engine(checkpoint: Path, tmp_path: Path) -> None:

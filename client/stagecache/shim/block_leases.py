@@ -183,17 +183,10 @@ class BlockLeases:
             StageCacheError: refused, or nobody answers.
         """
         # gRPC is imported here: engines without a daemon, and the processes that they fork before, do without it.
-        from stagecache.errors import AttachError
         from stagecache.rpc import Rpc, handshake
-        from stagecache_wire.locks import LifeLock, LockHeldError
 
         credentials = handshake(self._socket, "scheduler", engine=self._engine, timeout_s=ACQUIRE_TIMEOUT_S)
-        if credentials.worker_lock is None:
-            raise AttachError("the daemon named no lock for this scheduler")
-        try:
-            self._lock = LifeLock.wait(credentials.worker_lock, ACQUIRE_TIMEOUT_S, create=False)
-        except (LockHeldError, FileNotFoundError) as error:
-            raise AttachError(f"the lock of this scheduler cannot be taken: {error}") from error
+        self._lock = credentials.take_lock(ACQUIRE_TIMEOUT_S)
         self._rpc = Rpc(credentials)
         self._thread = threading.Thread(
             target=self._end_leases, args=(self._rpc,), name="stagecache-leases", daemon=True

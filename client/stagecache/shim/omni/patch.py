@@ -3,6 +3,7 @@
     runner_mixin  PrefixCacheRunnerMixin._ensure_omni_prefix_cache   builds our manager, or vLLM-Omni's by the original
     gpu_runner    OmniGPUModelRunner.initialize_kv_cache             attaches once the KV cache is laid out
     npu_runner    OmniNPUModelRunner.initialize_kv_cache             the same, where that runner is imported
+    kv_transfer   group_view.check_prefix_cache_kv_transfer          where blocks are shared, our gate decides (G2)
 
 Nothing else is touched. Each patch looks for what it replaces and refuses to go on without it; so does an unknown
 release. The plugin (``stagecache.shim.plugin``) calls ``apply`` when one of these modules has been imported.
@@ -14,14 +15,19 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import os
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Final
 
 from stagecache.shim.omni import attach
 from stagecache.shim.omni.errors import UnsupportedOmniError, as_omni
+from stagecache.shim.omni.late import LateManager, Waiting
+from stagecache.shim.shared_blocks import shared_blocks_wanted
 
 RUNNER_MIXIN: Final = "vllm_omni.core.prefix_cache.runner_mixin"
+GROUP_VIEW: Final = "vllm_omni.core.prefix_cache.group_view"
 GPU_RUNNER: Final = "vllm_omni.worker.gpu_model_runner"
 NPU_RUNNER: Final = "vllm_omni.platforms.npu.worker.npu_model_runner"
 
@@ -66,6 +72,7 @@ def apply(module: ModuleType) -> None:
     """
     version = omni_version()
     patch_mixin(importlib.import_module(RUNNER_MIXIN), version)
+    patch_kv_transfer(importlib.import_module(GROUP_VIEW), version)
     if module.__name__ == RUNNER_MIXIN:
         return
     if module.__name__ == GPU_RUNNER:
@@ -107,18 +114,39 @@ def patch_mixin(module: ModuleType, version: str) -> None:
         setattr(mixin, _PATCHED, True)
 
 
+def patch_kv_transfer(module: ModuleType, version: str) -> None:
+    """Let a stage whose KV may come from a connector have a cache where it shares blocks: what is asked of it then
+    ``stagecache.gates`` asks when the worker attaches. Idempotent.
+    """
+    original = _target(module, "check_prefix_cache_kv_transfer", "kv_transfer", version)
+    if getattr(original, _PATCHED, False):
+        return
+
+    @functools.wraps(original)
+    def stagecache_check(kv_transfer_config: Any) -> None:
+        if not (os.environ.get("STAGECACHE_SOCKET") and shared_blocks_wanted()):
+            original(kv_transfer_config)
+
+    setattr(stagecache_check, _PATCHED, True)
+    module.check_prefix_cache_kv_transfer = stagecache_check  # type: ignore[attr-defined]
+
+
 def _ensure(module: ModuleType, original: Callable[[Any], None], adapter_api: bool) -> Callable[[Any], None]:
     """The mixin's one-shot construction, with our manager where the stage has one."""
 
     @functools.wraps(original)
     def stagecache_ensure(self: Any) -> None:
         manager = attach.take(self)
-        if manager is None:
+        if manager is None or isinstance(manager, Waiting):
+            config = self._omni_prefix_cache_cfg
             original(self)
+            if manager is not None and not adapter_api and self.omni_prefix_cache is not None:
+                view = _group_view(module, self, config)
+                late = self.omni_prefix_cache = LateManager(self, self.omni_prefix_cache, manager, view)
+                weakref.finalize(self, late.shutdown)
             return
         config, self._omni_prefix_cache_cfg = self._omni_prefix_cache_cfg, None
-        groups = getattr(self.kv_cache_config, "kv_cache_groups", None)
-        view = module.get_prefix_cache_group_view(self.input_batch, config.block_size, kv_cache_groups=groups)
+        view = _group_view(module, self, config)
         if view is None:
             raise as_omni(
                 UnsupportedOmniError(
@@ -135,6 +163,12 @@ def _ensure(module: ModuleType, original: Callable[[Any], None], adapter_api: bo
             self._prefix_cache_group_view = view
 
     return stagecache_ensure
+
+
+def _group_view(module: ModuleType, runner: Any, config: Any) -> Any:
+    """vLLM-Omni's view of a runner's batch; None where it has no block table."""
+    groups = getattr(runner.kv_cache_config, "kv_cache_groups", None)
+    return module.get_prefix_cache_group_view(runner.input_batch, config.block_size, kv_cache_groups=groups)
 
 
 def patch_kv_cache_init(runner_class: Any) -> None:
