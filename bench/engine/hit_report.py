@@ -163,11 +163,12 @@ def show(found: Findings, machine: dict[str, Any], out: Console) -> None:
 
 def describe(machine: dict[str, Any]) -> str:
     """One sentence for the machine and the method."""
-    threads = f"{machine['threads'] or 'its own choice of'} computing thread(s)"
+    count = machine["threads"]
+    threads = {0: "computing threads as it chooses", 1: "one computing thread"}.get(count, f"{count} computing threads")
     return (
         f"{machine['processor']}, {machine['cpus']} CPUs, load {machine['load_at_start']:.1f} to "
         f"{machine['load_at_end']:.1f}, {machine['minutes']:.1f} minutes; vLLM {machine['vllm']}, {threads}; model of "
-        f"{machine['layers']} layers, hidden {machine['hidden']}, bf16; rounds {machine['rounds']}, each of "
+        f"{machine['layers']} layers, hidden {machine['hidden']}, bf16; rounds: {machine['rounds']}, each of "
         f"{machine['turns']} turns of single requests and {machine['batch_turns']} of batches. Medians with 95 % "
         "intervals."
     )

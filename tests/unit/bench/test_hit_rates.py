@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.engine.hit_findings import CACHING, ENGINES, SHIM, SHIMS, Findings
-from bench.engine.hit_rates import main, parse, steps
+from bench.engine.hit_rates import _measuring, main, parse, steps
 from bench.engine.hit_report import MARKS, grids, write_markdown, write_plot
 from bench.engine.hits import check_exact, hit_tokens
 from bench.engine.intervals import FEWEST, differences, interval, judge
@@ -177,7 +177,16 @@ def test_equal_engines_with_exact_hits_hold_everything() -> None:
         (served, lambda e, r: batch(r, shim_cpu_s=0.04), "no hits: the shim's own CPU"),
         (served, lambda e, r: batch(r, shim_cpu_s=0.01, shim_threads_s=0.03), "no hits: the shim's own CPU"),
         (served, lambda e, r: batch(r, cpu_s=3.1 if e in SHIMS else 3.0), "no hits: batches with the shim"),
-        (lambda e, r: served(r, ttft_s=served(r)["ttft_s"] * (1.15 if e in SHIMS else 1)), batch, "80 % hits"),
+        (
+            lambda e, r: served(r, ttft_s=served(r)["ttft_s"] * (1.15 if e in SHIMS else 1)),
+            batch,
+            "80 % hits: time",
+        ),
+        (
+            lambda e, r: served(r, first_cpu_s=served(r)["ttft_s"] * (1.15 if e in SHIMS else 1)),
+            batch,
+            "80 % hits: engine process' CPU",
+        ),
     ],
 )
 def test_each_of_them_can_fail(serve: Any, batches: Any, what: str) -> None:
@@ -285,6 +294,11 @@ def test_wrong_options_say_what_to_change(arguments: list[str], text: str, capsy
         main(arguments)
     assert ended.value.code == 2
     assert text in capsys.readouterr().err
+
+
+def test_the_command_in_a_page_does_not_name_files_of_this_machine() -> None:
+    given = ["--rounds", "5", "--json", "/tmp/x.json", "--markdown=page.md", "--quick"]
+    assert _measuring(given) == ["--rounds", "5", "--quick"]
 
 
 def test_quick_is_short_and_yields_to_what_is_asked_for() -> None:
