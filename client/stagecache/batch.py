@@ -127,7 +127,10 @@ class BatchReader:
     def _mixed(self, ids: list[str], scheduled: Mapping[str, int], tokens: int) -> Batch:
         """Any other step."""
         self._decoded = -1
-        first = self._view.num_computed()[: len(ids)].tolist()
+        computed = self._view.num_computed()
+        # One by one is slower, but its code is in use by few_runs too, and that of a slice is not.
+        few = len(ids) <= FEW_REQUESTS
+        first = [computed.item(row) for row in range(len(ids))] if few else computed[: len(ids)].tolist()
         counts, offsets, ends, total = [], [0], [], 0
         for index, req_id in enumerate(ids):
             count = scheduled.get(req_id, 0)
@@ -140,7 +143,7 @@ class BatchReader:
         if total != tokens:
             raise self._mismatch(total, tokens)
         size, num_blocks, table = self._geometry.block_size, self._geometry.num_blocks, self._view.block_table()
-        if len(ids) <= FEW_REQUESTS and tokens <= FEW_BLOCKS * size:
+        if few and tokens <= FEW_BLOCKS * size:
             runs = few_runs(table, first, counts, size, num_blocks)
         else:
             runs = batch_runs(table, np.array(first, np.int64), np.array(counts, np.int64), size, num_blocks)

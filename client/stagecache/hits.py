@@ -21,8 +21,8 @@ from stagecache.errors import StageCacheError, UnreadableHitError
 from stagecache.mapping import StagedKey
 from stagecache.policy import HIDDEN_KEY
 from stagecache.session import Session
-from stagecache.slots import Runs, span_runs
-from stagecache_wire.records import Record, pack_gather, pack_span
+from stagecache.slots import span_runs
+from stagecache_wire.records import RUN_BYTES, PackedBegin, pack_gather, pack_span
 from stagecache_wire.results import Result
 
 BOUNCE_RESULT = 0
@@ -62,7 +62,8 @@ class Gather:
 class Hit:
     """Positions [low, high) of a request come from the pool; ``tail`` rows of this step follow them.
 
-    blocks: the request's block ids, as many as cover ``high``. gathers: by key name.
+    blocks: the request's block ids, as many as cover ``high``. runs: of its slots (``span_runs``). gathers: by key
+    name.
     """
 
     req_id: str
@@ -70,7 +71,7 @@ class Hit:
     high: int
     tail: int
     blocks: list[int]
-    runs: Runs
+    runs: bytes
     gathers: dict[str, Gather] = field(default_factory=dict)
 
     @property
@@ -112,29 +113,29 @@ class HitReader:
                 planned.append((hit, gather))
         return planned
 
-    def records(self, planned: list[tuple[Hit, Gather]]) -> list[tuple[Record, list[tuple[Hit, Gather]]]]:
+    def records(self, planned: list[tuple[Hit, Gather]]) -> list[tuple[PackedBegin, list[tuple[Hit, Gather]]]]:
         """Records that bring the gathers that have an extent, as few as fit, each with what it brings."""
         ready = [pair for pair in planned if pair[1].extent is not None]
         if len(ready) <= _FEW_GATHERS:
-            words = 0
+            size = 0
             for hit, _ in ready:
-                words += len(hit.runs)
-            if words <= _MAX_RUNS:
+                size += len(hit.runs)
+            if size <= _MAX_RUNS * RUN_BYTES:
                 return [(self._record(ready), ready)] if ready else []
         return self._many_records(ready)
 
-    def _many_records(self, ready: list[tuple[Hit, Gather]]) -> list[tuple[Record, list[tuple[Hit, Gather]]]]:
-        records: list[tuple[Record, list[tuple[Hit, Gather]]]] = []
+    def _many_records(self, ready: list[tuple[Hit, Gather]]) -> list[tuple[PackedBegin, list[tuple[Hit, Gather]]]]:
+        records: list[tuple[PackedBegin, list[tuple[Hit, Gather]]]] = []
         open_until: list[tuple[Hit, Gather]] = []
         runs = 0
         seen: set[int] = set()
         for hit, gather in ready:
-            more = 0 if id(hit) in seen else len(hit.runs)
+            more = 0 if id(hit) in seen else len(hit.runs) // RUN_BYTES
             if open_until and (len(open_until) >= _MAX_GATHERS or runs + more > _MAX_RUNS):
                 records.append((self._record(open_until), open_until))
                 open_until, runs = [], 0
                 seen.clear()
-                more = len(hit.runs)
+                more = len(hit.runs) // RUN_BYTES
             seen.add(id(hit))
             open_until.append((hit, gather))
             runs += more
@@ -143,23 +144,22 @@ class HitReader:
         return records
 
     @staticmethod
-    def _record(planned: list[tuple[Hit, Gather]]) -> Record:
+    def _record(planned: list[tuple[Hit, Gather]]) -> PackedBegin:
         spans: dict[int, int] = {}
-        span_words = gather_words = b""
-        runs: list[Runs] = []
+        span_words = runs = gather_words = b""
         first = 0
         for hit, gather in planned:
             span = spans.get(id(hit))
             if span is None:
-                span, count = len(runs), len(hit.runs)
+                span, count = len(spans), len(hit.runs) // RUN_BYTES
                 spans[id(hit)] = span
                 span_words += pack_span(first, count, hit.high - hit.low, 0)
-                runs.append(hit.runs)
+                runs += hit.runs
                 first += count
             assert gather.extent is not None
             assert gather.entry is not None
             gather_words += pack_gather(span, gather.key.key_id, gather.entry.index, 0, gather.extent.offset)
-        return Record.begin(span_words, runs[0] if len(runs) == 1 else np.concatenate(runs), gather_words)
+        return PackedBegin(0, span_words, runs, gather_words)
 
     @staticmethod
     def logged(planned: list[tuple[Hit, Gather]], sequence: int) -> None:

@@ -20,7 +20,7 @@ from stagecache.errors import StageCacheError
 from stagecache.mapping import ControlWords
 from stagecache_wire import layout
 from stagecache_wire.fence import fence, full_fence
-from stagecache_wire.records import Record, encode
+from stagecache_wire.records import Loggable, encode
 
 WAIT_SLICE_S: Final = 0.02
 """Longest sleep on the doorbell before the words are read again."""
@@ -82,7 +82,7 @@ class LogWriter:
         self._reclaim()
         return self._start(payload_bytes) + payload_bytes - self._tail <= self._layout.payload_bytes
 
-    def append(self, record: Record, timeout_s: float, *, urgent: bool = True) -> int:
+    def append(self, record: Loggable, timeout_s: float, *, urgent: bool = True) -> int:
         """Publish a record. Returns its sequence. urgent: ring for it even where the daemon looks by itself.
 
         Raises:

@@ -27,7 +27,7 @@ from stagecache.errors import SessionFailedError
 from stagecache.log import WAIT_SLICE_S, LogFullError
 from stagecache.streams import Streams
 from stagecache.writes import IllegalTransitionError, Write, WriteState
-from stagecache_wire.records import Kind, Record, encode
+from stagecache_wire.records import Kind, Loggable, Record, encode
 
 if TYPE_CHECKING:
     from stagecache.session import Session
@@ -51,7 +51,7 @@ class Lost:
 
 @dataclass(slots=True)
 class _Item:
-    record: Record | None = None
+    record: Loggable | None = None
     copies: Copies | None = None
     writes: Sequence[Write] = ()
     urgent: bool = True
@@ -96,7 +96,7 @@ class LogSender:
         self._log.listen(slice_s)
 
     def append(
-        self, record: Record, copies: Copies | None = None, writes: Sequence[Write] = (), *, urgent: bool = True
+        self, record: Loggable, copies: Copies | None = None, writes: Sequence[Write] = (), *, urgent: bool = True
     ) -> int:
         """Give a record its sequence; it is published once ``copies`` have landed, and all records before it. Its
         arrays must not change any more.
@@ -106,7 +106,7 @@ class LogSender:
             CallDeadlineError, DaemonLostError, SessionFailedError: too many records wait, and none goes.
         """
         longest = self._log.longest
-        most = sum(section.nbytes + 8 for section in record.sections())
+        most = record.most_bytes()
         if most > longest and (size := len(encode(record)[1])) > longest:
             raise LogFullError(f"a record of {size} bytes does not fit the ring of {longest}")
         if self.head - self._log.head >= MOST_WAITING and (session := self._session()) is not None:
@@ -165,7 +165,7 @@ class LogSender:
         if item.action is not None:
             item.action()
 
-    def _announce(self, item: _Item, record: Record) -> None:
+    def _announce(self, item: _Item, record: Loggable) -> None:
         """Publish the record of an item whose copies are over."""
         error = item.copies.error if item.copies is not None else None
         if error is not None:
@@ -177,7 +177,7 @@ class LogSender:
                 for write in item.writes:
                     write.advance(WriteState.HOST_READY, sequence=record.sequence)
 
-    def _publish(self, record: Record, *, urgent: bool) -> bool:
+    def _publish(self, record: Loggable, *, urgent: bool) -> bool:
         """Append to the log, waiting for room as long as the session lives. Whether it was."""
         sequence = record.sequence
         if sequence != self._log.head + 1 and not self._is_over():
@@ -211,8 +211,9 @@ class LogSender:
         self.broken = SessionFailedError(f"the sender thread stopped: {error!r}.", remedy="Restart the worker.")
 
 
-def _lost_form(record: Record) -> Record:
+def _lost_form(record: Loggable) -> Record:
     """What stands in the log, under the same sequence, in place of a record whose rows never came (W5, W8)."""
+    assert isinstance(record, Record)
     if record.kind is Kind.SAVE:
         return Record(record.sequence, Kind.LOST, rows=record.rows, unit_runs=record.unit_runs, runs=record.runs)
     assert record.kind is Kind.FLUSH

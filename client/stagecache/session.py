@@ -37,7 +37,7 @@ from stagecache_wire.geometry import BadGeometryError, Geometry, KeySchema
 from stagecache_wire.locks import LifeLock, is_held
 from stagecache_wire.messages import geometry_from_wire, geometry_to_wire, schema_from_wire, schema_to_wire
 from stagecache_wire.names import RunPaths
-from stagecache_wire.records import KeyMode, Kind, Record, key_words
+from stagecache_wire.records import KeyMode, Kind, Loggable, Record, key_words
 from stagecache_wire.v1 import stagecache_pb2 as pb
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ class Session:
     # ---------------------------------------------------------------- the log
 
     def append(
-        self, record: Record, copies: Copies | None = None, writes: Sequence[Write] = (), *, urgent: bool = True
+        self, record: Loggable, copies: Copies | None = None, writes: Sequence[Write] = (), *, urgent: bool = True
     ) -> int:
         """Publish a record; returns its sequence. urgent: as for ``LogWriter.append``. Where there is a sender, it is
         published once ``copies`` and all records before it are through, and ``writes`` are told.
@@ -273,7 +273,7 @@ class Session:
         try:
             return self.log.append(record, 0.0, urgent=urgent)
         except LogFullError:
-            size = sum(section.nbytes + 8 for section in record.sections())
+            size = record.most_bytes()
             if size > self.log.longest:
                 raise
             self.wait(lambda: self.log.has_room(size), RPC_TIMEOUT_S, "room in the step log", kind="log")

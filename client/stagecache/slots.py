@@ -180,7 +180,8 @@ def few_runs(table: NDArray[Any], first: list[int], counts: list[int], block_siz
             count -= length
             at += 1
             skipped = 0
-    return _as_runs(array("I", flat)) if flat else np.empty((0, 2), np.uint32)
+    runs: Runs = np.frombuffer(array("I", flat), np.uint32) if flat else np.empty(0, np.uint32)
+    return runs.reshape(-1, 2)
 
 
 def _no_slots(
@@ -197,9 +198,9 @@ _MANY_BLOCKS = 256
 """From here on a multiplication of numpy's, whose code is cold at a hit, is faster than one a block."""
 
 
-def span_runs(blocks: list[int], low: int, high: int, block_size: int) -> Runs:
+def span_runs(blocks: list[int], low: int, high: int, block_size: int) -> bytes:
     """Runs of positions [low, high) of one request whose block ids are ``blocks``, a run a block; one run where all
-    blocks follow each other in the cache. Result: u32 [n, 2].
+    blocks follow each other in the cache. Result: pairs of u32, start slot and length, as a record has them.
 
     Raises:
         OverflowError: a block id that no slot can have.
@@ -207,11 +208,11 @@ def span_runs(blocks: list[int], low: int, high: int, block_size: int) -> Runs:
     first, last = low // block_size, -(-high // block_size)
     count = last - first
     if count <= 0:
-        return np.empty((0, 2), np.uint32)
+        return b""
     ids = blocks[first:last]
     skipped = low - first * block_size
     if ids[-1] - ids[0] == count - 1 and ids == list(range(ids[0], ids[0] + count)):
-        return _as_runs(array("I", (ids[0] * block_size + skipped, high - low)))
+        return array("I", (ids[0] * block_size + skipped, high - low)).tobytes()
     flat = array("I", bytes(8 * count))
     if count > _MANY_BLOCKS:
         np.multiply(
@@ -223,13 +224,7 @@ def span_runs(blocks: list[int], low: int, high: int, block_size: int) -> Runs:
     flat[0] += skipped
     flat[1] -= skipped
     flat[-1] -= last * block_size - high
-    return _as_runs(flat)
-
-
-def _as_runs(flat: array[int]) -> Runs:
-    """u32 [n, 2] over start and length of each run, one behind the other."""
-    runs: Runs = np.frombuffer(flat, np.uint32)
-    return runs.reshape(-1, 2)
+    return flat.tobytes()
 
 
 def merge_runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Runs:

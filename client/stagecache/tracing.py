@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from stagecache_wire.records import Record
+from stagecache_wire.records import Loggable
 from stagecache_wire.traces import TracingMissingError, open_provider, write_context
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class _StepTracer:
         with self._tracer.start_as_current_span(f"stagecache.{name}", context=self._context_of(step)):
             return inner(*arguments, **named)
 
-    def _traced_append(self, record: Record, timeout_s: float, *, urgent: bool = True) -> int:
+    def _traced_append(self, record: Loggable, timeout_s: float, *, urgent: bool = True) -> int:
         context = self._current().get_span_context()
         log = self._cache.session.log
         if context.trace_flags.sampled:

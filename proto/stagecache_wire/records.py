@@ -33,7 +33,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,14 +133,6 @@ class Record:
         )  # fmt: skip
 
     @classmethod
-    def begin(cls, spans: bytes, span_runs: U32, gathers: bytes) -> Record:
-        """A BEGIN of spans and gathers that ``pack_span`` and ``pack_gather`` made."""
-        return cls(
-            0, Kind.BEGIN, NO_PAGE, 0, False, _EMPTY32, _EMPTY32, _EMPTY64,
-            np.frombuffer(spans, np.uint32).reshape(-1, 4), span_runs, np.frombuffer(gathers, GATHER_DTYPE), _NO_HASHES,
-        )  # fmt: skip
-
-    @classmethod
     def of_blocks(cls, kind: Kind, blocks: Sequence[tuple[int, bytes]]) -> Record:
         """A PUBLISH or a FILL of (block id, hash of 32 bytes) pairs.
 
@@ -157,6 +149,10 @@ class Record:
     def same_model(self) -> bool:
         """Of a RESET: what the namespace keeps is still right."""
         return self.page == SAME_MODEL
+
+    def most_bytes(self) -> int:
+        """At least as many as its payload has."""
+        return sum(section.nbytes + 8 for section in self.sections())
 
     def sections(self) -> tuple[NDArray[Any], ...]:
         """What the payload holds, in its order."""
@@ -177,6 +173,43 @@ class Record:
         return [(word & KEY_MASK, KeyMode(word >> MODE_SHIFT)) for word in self.keys.tolist()]
 
 
+_BEGIN_WORD = int(Kind.BEGIN)
+_SPAN_BYTES, _GATHER_BYTES = 16, GATHER_DTYPE.itemsize
+RUN_BYTES = 8
+"""Of a run's start and length."""
+
+
+@final
+@dataclass(slots=True)
+class PackedBegin:
+    """A BEGIN as its writer makes it, its sections packed already: at a hit, numpy's code is cold.
+
+    spans, gathers: what ``pack_span`` and ``pack_gather`` gave. span_runs: pairs of u32. ``decode`` makes it a Record.
+    """
+
+    sequence: int
+    spans: bytes
+    span_runs: bytes
+    gathers: bytes
+    kind: ClassVar[Kind] = Kind.BEGIN
+    rows: ClassVar[int] = 0
+
+    def most_bytes(self) -> int:
+        """Bytes of its payload."""
+        return len(self.spans) + len(self.span_runs) + len(self.gathers)
+
+    def encoded(self) -> tuple[list[int], bytes]:
+        """As ``encode``. Every section is a multiple of 8 bytes long."""
+        payload = self.spans + self.span_runs + self.gathers
+        return [
+            self.sequence, _BEGIN_WORD | len(self.span_runs) // RUN_BYTES << 16, 0, len(payload), NO_PAGE, 0, 0,
+            len(self.spans) // _SPAN_BYTES | len(self.gathers) // _GATHER_BYTES << 32,
+        ], payload  # fmt: skip
+
+
+Loggable: TypeAlias = Record | PackedBegin
+
+
 def expand_runs(runs: U32) -> NDArray[np.int64]:
     """Slots that runs name, in order. runs: u32 [n, 2] of start and length; result: int64 [sum of lengths]."""
     starts = runs[:, 0].astype(np.int64)
@@ -187,8 +220,10 @@ def expand_runs(runs: U32) -> NDArray[np.int64]:
     return slots
 
 
-def encode(record: Record) -> tuple[list[int], bytes]:
+def encode(record: Loggable) -> tuple[list[int], bytes]:
     """The entry words (payload position left 0, for the log writer to fill) and the payload of a record."""
+    if type(record) is PackedBegin:
+        return record.encoded()
     n_keys, n_runs = len(record.keys), len(record.runs)
     if record.kind is Kind.SAVE and record.gathers is _EMPTY_GATHERS and n_keys and n_runs < 1 << 32:
         payload = record.keys.tobytes()
@@ -203,12 +238,6 @@ def encode(record: Record) -> tuple[list[int], bytes]:
             n_runs | n_keys << 32, 0,
         ], payload  # fmt: skip
     n_spans, n_span_runs, n_gathers = len(record.spans), len(record.span_runs), len(record.gathers)
-    if record.kind is Kind.BEGIN and not n_keys and not n_runs and n_span_runs < 1 << 48 and n_gathers < 1 << 32:
-        payload = record.spans.tobytes() + record.span_runs.tobytes() + record.gathers.tobytes()
-        return [
-            record.sequence, int(Kind.BEGIN) | n_span_runs << 16, 0, len(payload), record.page, record.rows, 0,
-            n_spans | n_gathers << 32,
-        ], payload  # fmt: skip
     if n_span_runs >= 1 << 48 or n_runs >= 1 << 32 or n_gathers >= 1 << 32:
         raise BadRecordError("a count does not fit its field")
     parts: list[bytes] = []

@@ -21,7 +21,7 @@ from stagecache.pages import PageUse, StepPages
 from stagecache.saver import StepSaver
 from stagecache.session import Session
 from stagecache_wire import layout
-from stagecache_wire.records import Kind, Record
+from stagecache_wire.records import Kind, Record, decode, encode
 from tests.crash.mutant_consumers import credit_of
 
 
@@ -71,7 +71,7 @@ def gathers_ride_on_the_next_save() -> Iterator[None]:
             alone(self, take(ripe, waiting))
         riding = take(ripe) if record.kind is Kind.SAVE else []
         if riding:
-            carrier = HitReader._record(riding)
+            carrier = decode(*encode(HitReader._record(riding)))
             record.spans, record.span_runs, record.gathers = carrier.spans, carrier.span_runs, carrier.gathers
         sequence = append(self, record, *where, **how)
         HitReader.logged(riding, sequence)

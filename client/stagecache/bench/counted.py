@@ -42,7 +42,7 @@ def count_step(contender: Contender, steps: Sequence[Step]) -> CountedStep:
     for step in steps:
         settle(contender)
         _drive(contender, step)
-        python, native = _calls(contender, step)
+        python, native = count_calls(contender, step)
         moved: dict[str, int] = {}
         with counted_moves(moved):
             before = sys.getallocatedblocks()
@@ -69,7 +69,7 @@ def _drive(contender: Contender, step: Step) -> Any:
     return kept
 
 
-def _prepared(contender: Contender, step: Step) -> tuple[Callable[[], None], list[Any]]:
+def _prepared(contender: Contender, step: Step, *, forward: bool = False) -> tuple[Callable[[], None], list[Any]]:
     """What drives the step, its plan made before; and where its outputs will be."""
     plan = contender.batch.plan(step.requests, step.counts)
     ids, count = list(contender.batch.ids), plan.total_num_scheduled_tokens
@@ -77,21 +77,28 @@ def _prepared(contender: Contender, step: Step) -> tuple[Callable[[], None], lis
 
     def drive_step() -> None:
         contender.begin(plan)
+        if forward:
+            counting = sys.getprofile()
+            sys.setprofile(None)
+            contender.quiet()
+            sys.setprofile(counting)
         kept[0] = contender.materialize(contender.save(step.rows, count), ids)
 
     return drive_step, kept
 
 
-def _calls(contender: Contender, step: Step) -> tuple[Counter[str], Counter[str]]:
-    """Python calls and C calls of a step by name, without those of the bench itself."""
+def count_calls(contender: Contender, step: Step, *, forward: bool = False) -> tuple[Counter[str], Counter[str]]:
+    """Python calls and C calls of a step by name, without those of the bench itself. forward: what was begun is done
+    before the save, as behind a forward; so nothing is waited for.
+    """
     python: Counter[str] = Counter()
     native: Counter[str] = Counter()
-    drive, _ = _prepared(contender, step)
+    drive, _ = _prepared(contender, step, forward=forward)
 
     def profile(frame: Any, event: str, argument: Any) -> None:
         if event == "call" and not frame.f_globals["__name__"].startswith("stagecache.bench"):
             python[getattr(frame.f_code, "co_qualname", frame.f_code.co_name)] += 1
-        elif event == "c_call" and argument is not sys.setprofile:
+        elif event == "c_call" and argument not in (sys.setprofile, sys.getprofile):
             native[getattr(argument, "__qualname__", repr(argument))] += 1
 
     before = sys.getprofile()

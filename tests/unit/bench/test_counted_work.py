@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("torch")
 
 from stagecache.bench.contenders import Ours
-from stagecache.bench.counted import CountedStep, count_step
+from stagecache.bench.counted import CountedStep, count_calls, count_step
+from stagecache.bench.hits import Hits
 from stagecache.bench.measure import run_block
 from stagecache.bench.workloads import Decode
 from tests.daemon_process import DaemonProcess
@@ -17,6 +18,8 @@ C_CALLS = 71
 """Upper bounds for a decode step with one key; to be lowered with every gain."""
 PYTHON_CALLS_A_KEY = 8
 C_CALLS_A_KEY = 22
+PYTHON_CALLS_OF_A_HIT = 131
+C_CALLS_OF_A_HIT = 145
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +48,22 @@ def test_calls_of_a_step(counted: dict[tuple[int, int], CountedStep]) -> None:
     step = counted[32, 0]
     assert step.python_calls <= PYTHON_CALLS, names(step)
     assert step.c_calls <= C_CALLS, names(step)
+
+
+def test_calls_of_a_hit(daemon: DaemonProcess) -> None:
+    workload = Hits(64, 1, 256, 0.0)
+    lane = workload.lane()
+    ours = Ours(lane.batch, daemon.socket, workload.shape, workload.geometry)
+    try:
+        run_block(ours, workload.prepare(lane), None)
+        for _ in range(3):
+            run_block(ours, workload.block(lane), None)
+        counts = [count_calls(ours, workload.block(lane)[0], forward=True) for _ in range(4)]
+    finally:
+        ours.close()
+    python, native = min(counts, key=lambda count: count[0].total() + count[1].total())
+    assert python.total() <= PYTHON_CALLS_OF_A_HIT, python.most_common()
+    assert native.total() <= C_CALLS_OF_A_HIT, native.most_common()
 
 
 def test_calls_of_a_further_key(counted: dict[tuple[int, int], CountedStep]) -> None:

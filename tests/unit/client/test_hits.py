@@ -16,7 +16,7 @@ from stagecache.hits import Hit, HitReader
 from stagecache.policy import HIDDEN_KEY
 from stagecache.slots import span_runs
 from stagecache_wire.geometry import KeySchema
-from stagecache_wire.records import GATHER_DTYPE, expand_runs
+from stagecache_wire.records import GATHER_DTYPE, decode, encode, expand_runs
 from stagecache_wire.results import Result
 from tests.unit.client.key_kit import staged
 
@@ -65,7 +65,8 @@ def test_a_record_names_each_span_once_and_each_gather_its_own_extent(wanted: li
     reader, _, _ = reader_of()
     hits = [hit_of(f"r{index}", 0, high, blocks) for index, (blocks, high) in enumerate(wanted)]
     planned = reader.plan(hits, [HIDDEN, OTHER])
-    ((record, part),) = reader.records(planned)
+    ((packed, part),) = reader.records(planned)
+    record = decode(*encode(packed))
     assert part == planned
     assert len(record.spans) == len(hits)
     for hit, (first, count, rows, _) in zip(hits, record.spans.tolist(), strict=True):
@@ -95,7 +96,7 @@ def test_many_gathers_are_several_records() -> None:
     reader, _, arena = reader_of(1 << 20, 2048)
     hits = [hit_of(f"r{index}", 0, 4, [index % 32]) for index in range(400)]
     planned = reader.plan(hits, [HIDDEN, OTHER])
-    records = reader.records(planned)
+    records = [(decode(*encode(packed)), part) for packed, part in reader.records(planned)]
     assert [len(record.gathers) for record, _ in records] == [512, 288]
     assert [pair for _, part in records for pair in part] == planned
     for record, _ in records:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from stagecache.errors import HitNotCoveredError, StageCacheError
@@ -46,7 +47,15 @@ def cached(*entries: tuple[str, Any, int], resumed: set[str] | None = None) -> C
 
 
 def spans(plan: StepPlan) -> dict[str, tuple[int, int, int, list[int]]]:
-    return {hit.req_id: (hit.low, hit.high, hit.tail, expand_runs(hit.runs).tolist()) for hit in plan.hits}
+    return {
+        hit.req_id: (
+            hit.low,
+            hit.high,
+            hit.tail,
+            expand_runs(np.frombuffer(hit.runs, np.uint32).reshape(-1, 2)).tolist(),
+        )
+        for hit in plan.hits
+    }
 
 
 def test_an_arrival_without_a_hit_makes_none(stage: Stage) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagecache.errors import SlotMismatchError
-from stagecache.slots import batch_runs, count_slots, decode_slots, merge_runs, span_runs
+from stagecache.slots import batch_runs, count_slots, decode_slots, few_runs, merge_runs, span_runs
 from stagecache_wire.records import expand_runs
 
 NUM_BLOCKS = 40
@@ -67,12 +67,32 @@ def test_a_decode_step_names_one_slot_a_request(batch: tuple[np.ndarray, list[in
 def test_runs_of_a_span_name_its_positions(blocks: list[int], size: int, data: st.DataObject) -> None:
     high = data.draw(st.integers(0, len(blocks) * size))
     low = data.draw(st.integers(0, high))
-    runs = span_runs(blocks, low, high, size)
+    runs = np.frombuffer(span_runs(blocks, low, high, size), np.uint32).reshape(-1, 2)
     expected = [slot_of(blocks, at, size) for at in range(low, high)]
     if expected:
         assert expand_runs(runs).tolist() == expected
     else:
         assert count_slots(runs) == 0
+
+
+def test_runs_of_a_long_span_name_its_positions() -> None:
+    blocks = [(7 * at) % 1009 for at in range(600)]
+    runs = np.frombuffer(span_runs(blocks, 5, 600 * 4 - 3, 4), np.uint32).reshape(-1, 2)
+    assert expand_runs(runs).tolist() == [slot_of(blocks, at, 4) for at in range(5, 600 * 4 - 3)]
+
+
+@pytest.mark.parametrize("blocks", [[3, -1, 5], [*range(0, 1200, 2), -1]])
+def test_a_block_that_no_slot_can_have_is_refused(blocks: list[int]) -> None:
+    """H3: the planner refuses a hit by it."""
+    with pytest.raises(OverflowError):
+        span_runs(blocks, 0, 4 * len(blocks), 4)
+
+
+@given(batches())
+def test_a_small_batch_has_the_runs_of_any_batch(batch: tuple[np.ndarray, list[int], list[int], int]) -> None:
+    table, first, counts, size = batch
+    runs = batch_runs(table, np.array(first), np.array(counts), size, NUM_BLOCKS)
+    assert few_runs(table, first, counts, size, NUM_BLOCKS).tolist() == runs.tolist()
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(1, 9)), max_size=12))
