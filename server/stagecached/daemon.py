@@ -101,6 +101,7 @@ class Daemon:
         self._observatory = Observatory(self._manager, paths.socket)
         if self._shared.is_on:
             self._observatory.monitor.index = self._shared.totals
+            self._observatory.monitor.on_tick.append(self._shared.tick)
         tokens = Tokens.at(paths.secret)
         self._peer = PeerServer(paths.peer_socket, settings.access, tokens, self._manager, self._boot_id, self._owners)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]

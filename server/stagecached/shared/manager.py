@@ -28,7 +28,7 @@ from stagecached import sweep
 from stagecached.background import Background
 from stagecached.budget import mib
 from stagecached.index import Namespace
-from stagecached.lasting import lasting
+from stagecached.lasting import lasting, use_huge_pages
 from stagecached.manifest import ManifestStore, NotDurableError
 from stagecached.memory_limits import cgroup_room
 from stagecached.refusal import not_durable
@@ -52,6 +52,12 @@ class Off:
     """Nothing is shared. why: for people, what was found and what to do."""
 
     why: str
+
+
+HUGE_PAGES_EVERY_S: Final = 60.0
+"""The map from hash to block is laid out anew as it fills and changes: it must be asked for again."""
+HUGE_PAGES_FROM: Final = 1 << 17
+"""Blocks of all namespaces from which on their tables outgrow the processor's caches."""
 
 
 class CgroupFullError(RuntimeError):
@@ -93,6 +99,7 @@ class SharedBlocks:
         self._spaces: dict[str, Space] = {}
         self.totals = IndexTotals(self.all, limit_bytes)
         self._creating = asyncio.Lock()
+        self._huge_pages_at = 0.0
 
     @property
     def is_on(self) -> bool:
@@ -324,6 +331,14 @@ class SharedBlocks:
             self._background.keep(self._pin(space))
         while self.used_bytes > self.limit_bytes and (idle := self._idlest()) is not None:
             self._drop(idle, "--shared-bytes is lower now")
+
+    def tick(self) -> None:
+        """Time has passed: large tables that were laid out anew get huge pages again (``stagecached.lasting``)."""
+        now = time.monotonic()
+        blocks = sum(space.store.geometry.num_blocks for space in self._spaces.values())
+        if blocks >= HUGE_PAGES_FROM and now >= self._huge_pages_at:
+            self._huge_pages_at = now + HUGE_PAGES_EVERY_S
+            self._background.keep(self._background.in_thread(use_huge_pages))
 
     async def _pin(self, space: Space) -> None:
         """Fault and lock what an earlier daemon left, beside its use: large segments take seconds."""

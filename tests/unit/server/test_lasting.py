@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import mmap
 import re
@@ -11,10 +12,24 @@ from pathlib import Path
 
 import pytest
 
+from stagecache_wire.geometry import KeySchema
+from stagecached.background import Background
 from stagecached.index import Block, BlockPool
 from stagecached.lasting import HUGE, lasting, use_huge_pages
+from stagecached.manifest import ManifestStore
+from stagecached.shared.layout import SharedGeometry
+from stagecached.shared.manager import HUGE_PAGES_FROM, SharedBlocks
+from stagecached.shared.manifest import NamespaceManifest, NamespaceManifests, namespace_of
+from stagecached.shared.segment import SharedSegment
+from stagecached.shared.space import Space
+from stagecached.shared.store import NamespaceStore
+from tests.unit.server.shared.kit import DIGEST, segment_name
 
 BLOCKS = 5000
+NAMED = {
+    "model_fingerprint": "m", "hash_algorithm": "sha256", "hash_seed": "s", "stage": "t", "dtype": "int8",
+    "block_size": 1, "tensor_parallel_size": 1,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -84,3 +99,29 @@ def test_large_tables_get_huge_pages_and_mappings_that_nobody_touched_do_not() -
     assert 8 * HUGE < huge_bytes() - before < 40 * HUGE
     untouched.close()
     table.close()
+
+
+@pytest.mark.parametrize("blocks", [HUGE_PAGES_FROM, HUGE_PAGES_FROM // 2])
+def test_the_map_of_a_large_namespace_is_asked_for_huge_pages_again_with_time(tmp_path: Path, blocks: int) -> None:
+    """Once in a while, and not for one that is small."""
+
+    async def run() -> list[int]:
+        background = Background()
+        shared = SharedBlocks(
+            "n", NamespaceManifests(tmp_path), ManifestStore(tmp_path), background, limit_bytes=1 << 30, parts=1
+        )
+        key = KeySchema("k", "int8", ())
+        with segment_name() as name:
+            segment = SharedSegment.create(name, SharedGeometry(DIGEST, blocks, 1, (key,)))
+            manifest = NamespaceManifest.of(namespace_of((key,), **NAMED), (key,), blocks, 1.0)
+            shared._spaces["n"] = Space.of(manifest, NamespaceStore(segment))
+            asked = []
+            for _ in range(2):
+                tasks = asyncio.all_tasks()
+                shared.tick()
+                asked += await asyncio.gather(*(asyncio.all_tasks() - tasks))
+            segment.unlink()
+        return asked
+
+    asked = asyncio.run(run())
+    assert len(asked) == (blocks >= HUGE_PAGES_FROM), "once in a minute"
