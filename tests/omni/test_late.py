@@ -84,18 +84,20 @@ def test_it_changes_behind_a_reset_when_no_request_goes_on_and_hands_each_positi
     assert manager.changed is None, "its prefix of before may be hit when its blocks are full"
     late.begin(Scheduled("a", (0, 1), 6, 1, "cached"), epoch=1)
     before = late.save(Scheduled("a", (0, 1), 6, 1, "cached"))
-    again = Scheduled("a", (2, 3), 0, 8, "resumed")
+    late.step(Scheduled("c", (5,), 0, 2, "new"), epoch=1)
+    late.step(Scheduled("a", (0, 1), 7, 1, "cached"), epoch=1, preempted=("c",))  # It waits, without blocks.
+    again = Scheduled("a", (2, 3, 4), 0, 9, "resumed")
     late.begin(again, epoch=2, preempted=("a",))
     assert manager.changed is not None
     assert type(manager.inner) is OmniPrefixCacheManager, "a step of before is not consumed"
     after = late.save(again)
     assert late.rows(before, "a") == [6]
-    assert late.rows(after, "a") == [7], "0 to 6 were handed on before"
-    late.begin(epoch=2, finished=("a",))
+    assert late.rows(after, "a") == [8], "0 to 7 were handed on before"
+    late.begin(epoch=2, finished=("a", "c"))
     assert late.runner.omni_prefix_cache is manager.changed
     assert type(late.runner.omni_prefix_cache) is SidecarPrefixCacheManager
     assert manager.inner is None
-    hit = Scheduled("b", (2, 3, 4), 8, 1, "new")
+    hit = Scheduled("b", (2, 3, 6), 8, 1, "new")
     assert late.step(hit, epoch=2) == {"b": list(range(9))}, "what it saved since is there"
 
 
