@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,11 @@ import torch
 
 from stagecache.errors import DaemonLostError, DaemonUnavailableError, StageCacheError, UnreadableHitError
 from stagecache.rpc import Rpc
-from stagecache.sharing import Namespace
+from stagecache.sharing import BlockSharing, Namespace
 from stagecache.step import NewRequest, SchedulerStep
 from tests.daemon_process import DaemonProcess, poll_until
 from tests.integration.helpers import own_daemon
-from tests.integration.replica import CONTEXT, HIDDEN, LATE, Replica, hashes_of, rows_of, same
+from tests.integration.replica import CONTEXT, HIDDEN, LATE, MODEL, Replica, hashes_of, rows_of, same
 
 PROMPT = list(range(100, 114))
 OLD = list(range(200, 208))
@@ -259,3 +260,35 @@ def test_what_interrupts_the_begin_of_a_step_makes_no_older_row_readable(tmp_pat
                 replica.run([*OLD[:4], 1, 2], [0, 2], hit=4)
         assert interrupted
         replica.cache.close()
+
+
+def test_a_fill_waits_for_the_answer_to_a_join_that_the_daemon_has_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler's lease may be there before this process has heard that it has joined."""
+    with own_daemon(tmp_path, *SHARED) as daemon:
+        one, other = Replica(daemon.socket), Replica(daemon.socket)
+        assert one.join().on
+        one.run(PROMPT, [0, 1, 2, 3], publish=(0, 1, 2))
+        one.consumed()
+        done, filling = threading.Event(), threading.Event()
+        ask, fill = Rpc.join_namespace, BlockSharing.fill
+
+        def late(self: Rpc, *arguments: Any) -> Any:
+            answer = ask(self, *arguments)
+            done.set()
+            assert filling.wait(20)
+            return answer
+
+        def fills(self: BlockSharing, blocks: Any) -> int:
+            filling.set()
+            return fill(self, blocks)
+
+        monkeypatch.setattr(Rpc, "join_namespace", late)
+        monkeypatch.setattr(BlockSharing, "fill", fills)
+        other.cache.join_later(MODEL)
+        assert done.wait(20)
+        _, rows = other.run(PROMPT, [9, 4, 7, 5], hit=12, fill=(0, 1, 2))
+        assert same(rows[HIDDEN.name], rows_of(HIDDEN, PROMPT, 0, 14))
+        one.cache.close()
+        other.cache.close()

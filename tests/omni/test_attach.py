@@ -139,6 +139,29 @@ def test_it_attaches_when_the_kv_cache_is_laid_out(socket: str, running: list[Ru
     assert torch.equal(mm["k"]["a"], torch.ones(3, 2))
 
 
+def test_an_interrupt_before_the_cache_hears_of_a_step_costs_no_finish(
+    socket: str, running: list[Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R1: vLLM-Omni says once that a request has ended."""
+    runner = Runner("interrupted")
+    running.append(runner)
+    runner.lay_out()
+    first_step(runner)
+    manager = runner.omni_prefix_cache
+    outputs = SchedulerOutputs()
+
+    def interrupted(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(manager._view, "begin", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runner._prefix_cache_step_begin(outputs.of(Step(finished=("a",))))
+    assert list(manager.cache._requests.live) == ["a"]
+    runner._prefix_cache_step_begin(outputs.of(Step()))
+    assert not manager.cache._requests.live
+
+
 def test_the_second_worker_of_a_stage_opens_all_its_keys_at_once(socket: str, running: list[Runner]) -> None:
     first = Runner("remembered")
     running.append(first)

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from stagecache.batch import Batch, BatchReader
 from stagecache.engine_resets import EngineResets
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger("vllm.stagecache")
+
+ASK_AGAIN_S: Final = 60.0
+"""Where no reset followed: nobody may have heard the first request."""
 
 Make = Callable[[Session, RequestTable, int], SidecarPrefixCacheManager]
 """Makes the manager of a session: what was handed out before, and its first step id."""
@@ -100,8 +104,10 @@ class LateManager:
         self._open: dict[int, Batch | None] = {}
         """Steps that ``inner`` saved and nobody has consumed."""
         self._last_id = 0
-        self._resets: tuple[Session, EngineResets, int] | None = None
-        """Of the session that is waiting: who asks for the reset, and the engine's epoch when it was asked first."""
+        self._resets: tuple[Session, EngineResets] | None = None
+        """Who asks for the reset, with the session that waits."""
+        self._asked = (0, 0.0)
+        """The engine's epoch when it was asked last, and at what time of the monotonic clock."""
         self._told = False
 
     def register_policy(self, policy: Any) -> None:
@@ -212,18 +218,24 @@ class LateManager:
                 )
             return False
         if self._resets is None or self._resets[0] is not session:
-            self._resets = session, EngineResets(session.rpc, self._waiting.stage), epoch
-            self._resets[1].ask(ATTACHED_LATE)
+            self._resets = session, EngineResets(session.rpc, self._waiting.stage)
+            self._ask(epoch)
             return False
-        _, resets, before = self._resets
+        before, asked_at = self._asked
         if epoch == before:
+            if time.monotonic() - asked_at > ASK_AGAIN_S:
+                self._ask(epoch)
             return False
         over = {*(output.finished_req_ids or ()), *(getattr(output, "preempted_req_ids", None) or ())}
-        if self._requests.live.keys() <= over:
+        if all(state.preempted or req_id in over for req_id, state in self._requests.live.items()):
             return True
-        self._resets = session, resets, epoch
-        resets.ask(ATTACHED_LATE)
+        self._ask(epoch)
         return False
+
+    def _ask(self, epoch: int) -> None:
+        assert self._resets is not None
+        self._asked = epoch, time.monotonic()
+        self._resets[1].ask(ATTACHED_LATE)
 
     def _change(self, session: Session) -> None:
         """From here on the tables belong to the new manager; what is not consumed yet counts as handed out."""
