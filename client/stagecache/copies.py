@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from stagecache.arena import Extent
 from stagecache.errors import CallDeadlineError, FailedWriteError
 from stagecache.host_slab import HostSlab
+from stagecache.interrupts import Latch
 from stagecache.streams import CopyPair, StreamEvent, Streams
 
 
@@ -43,7 +44,7 @@ class Copies:
         self._extents = extents
         self._released = False
         self._lock = threading.Lock()
-        self._landed = threading.Event()
+        self._landed = Latch()
 
     def start(self) -> None:
         """Give the copies to the copy stream; engine thread. A failure is kept in ``error``."""

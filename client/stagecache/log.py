@@ -17,6 +17,7 @@ from typing import Final
 import posix_ipc
 
 from stagecache.errors import StageCacheError
+from stagecache.interrupts import Wakeups
 from stagecache.mapping import ControlWords
 from stagecache_wire import layout
 from stagecache_wire.fence import fence, full_fence
@@ -61,8 +62,9 @@ class LogWriter:
         self._position = 0
         self._tail = 0
         self._heard_until = 0
-        self._listening = threading.Lock()
-        self._heard = threading.Condition()
+        self._listening = threading.RLock()
+        """Reentrant, so that a thread may listen again which was interrupted when it had just taken it."""
+        self._heard = Wakeups()
         self.head = control.words[layout.W_HEAD]
         self.posts = 0
 
@@ -156,11 +158,9 @@ class LogWriter:
                 pass
             finally:
                 self._listening.release()
-                with self._heard:
-                    self._heard.notify_all()
+                self._heard.wake()
         else:
-            with self._heard:
-                self._heard.wait(min(slice_s, 0.002))
+            self._heard.sleeper()(min(slice_s, 0.002))
 
     def _start(self, size: int) -> int:
         """Position at which a payload would begin: it never wraps inside."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from stagecache import leftovers
 from stagecache.batch import Batch
 from stagecache.device import clone_rows, move_bytes
-from stagecache.errors import StageCacheError
+from stagecache.errors import SlotMismatchError, StageCacheError
 from stagecache.hits import Hit
 from stagecache.mapping import StagedKey
 from stagecache.outputs import StageCacheOutputs
@@ -207,7 +207,14 @@ def _merge_hit(
     positions of ``window``. None where that is none.
     """
     tail = end - start
-    begin, stop = (hit.low, hit.high + tail) if window is None else window
+    if tail > hit.tail:  # Bytes are moved by address: nothing else would stop them at the extent's end.
+        raise SlotMismatchError(
+            f"request {hit.req_id}: {tail} rows in the step, {hit.tail} when it began.",
+            remedy="A scheduler output must stay as it is from new_step_starts to save_outputs.",
+        )
+    begin, stop = hit.low, hit.high + tail
+    if window is not None:  # It may name this step's positions also where the step brought no rows of this key.
+        begin, stop = window[0], min(window[1], stop)
     if begin >= stop:
         return None
     raw = read_hit(hit, name, (begin, stop))

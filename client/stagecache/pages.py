@@ -6,12 +6,12 @@ record. A key that is written deferred uses its own pages for flushes, each free
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stagecache.errors import StagingTimeoutError
+from stagecache.interrupts import Wakeups
 from stagecache.log import WAIT_SLICE_S, LogWriter
 from stagecache.writes import Write
 
@@ -55,14 +55,13 @@ class PageUse:
 class StepPages:
     """The ``staging_depth`` pages of steps (W2).
 
-    One thread claims; any thread marks a page handed out. ``_changed`` guards nothing but the wake-up.
+    One thread claims; any thread marks a page handed out.
     """
 
     def __init__(self, depth: int, log: LogWriter | LogSender) -> None:
         self._uses: list[PageUse | None] = [None] * depth
         self._log = log
-        self._changed = threading.Condition()
-        self._waiting = False
+        self._changed = Wakeups()
         self._next = 0
         self.scarce = False
         """At the last claim at most one further page was free: the step after the next one may wait for the daemon."""
@@ -95,19 +94,15 @@ class StepPages:
         if any(use is not None and use.over and not use.landed(consumed) for use in self._uses):
             self._log.listen(min(slice_s, WAIT_SLICE_S))
             return
-        with self._changed:
-            # Told before it looks: a page is handed out before its thread asks whether anyone waits.
-            self._waiting = True
-            if not any(use is None or use.over for use in self._uses):
-                self._changed.wait(slice_s)
-            self._waiting = False
+        # Made before it looks: a page is handed out before its thread wakes who waits.
+        sleep = self._changed.sleeper()
+        if not any(use is None or use.over for use in self._uses):
+            sleep(slice_s)
 
     def hand_out(self, use: PageUse) -> None:
         """The step of this page was consumed. Any thread; twice does nothing."""
         use.handed_out = True
-        if self._waiting:
-            with self._changed:
-                self._changed.notify_all()
+        self._changed.wake()
 
     def abandon(self, step_id: int) -> None:
         """The step failed: its page is nobody's. Where its record got out, the daemon has still to read the page."""

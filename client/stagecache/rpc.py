@@ -16,6 +16,7 @@ import socket as sockets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, cast
@@ -23,6 +24,7 @@ from typing import Any, Literal, TypeVar, cast
 import grpc
 
 from stagecache import errors
+from stagecache.interrupts import uninterrupted
 from stagecache_wire.layout import ABI
 from stagecache_wire.locks import LifeLock, LockHeldError
 from stagecache_wire.names import RunPaths
@@ -305,7 +307,9 @@ class Rpc:
         self.calls += 1
         metadata = self.credentials.metadata
         try:
-            return method(request, timeout=timeout_s, metadata=metadata, wait_for_ready=wait_for_ready)
+            return uninterrupted(
+                partial(method, request, timeout=timeout_s, metadata=metadata, wait_for_ready=wait_for_ready)
+            )
         except grpc.RpcError as failure:
             raise error_from_grpc(name, failure, timeout_s) from failure
         except ValueError as error:  # The channel was closed, perhaps by another thread.

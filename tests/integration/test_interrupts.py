@@ -1,17 +1,23 @@
-"""A materialize that is interrupted anywhere, as Ctrl-C does it: pages, extents, entries and request rows come back."""
+"""A materialize that is interrupted anywhere, as Ctrl-C does it: pages, extents, entries and request rows come back.
+And no step enters a condition, where an interrupt may leave a lock that nobody gives back.
+"""
 
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
-from stagecache import StageCache
+from stagecache import StageCache, rpc
 from stagecache.arena import Arena
 from stagecache.entries import Entries
+from stagecache.interrupts import Latch, Wakeups
 from stagecache.pages import PageUse
 from stagecache.step import NewRequest, SchedulerStep
 from tests.integration.test_session_ends import prefill
@@ -107,3 +113,47 @@ def interrupt_everywhere(made: StageCache, view: OneRequest) -> None:
     assert len(made._requests.live) == 1
     assert not made._requests.retired, "rows of the request table are reused"
     assert gc.garbage == []
+
+
+def conditions_entered(call: Callable[[], object]) -> int:
+    """How often this thread enters a condition in ``call``."""
+    entered = 0
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal entered
+        entered += event == "call" and frame.f_code is threading.Condition.__enter__.__code__
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+def steps_with_a_new_key(made: StageCache, view: OneRequest) -> None:
+    """The key is opened by a call; the hit is waited for."""
+    made.discard_step(prefill(made, view, "a", 0, [0], other=torch.zeros(4, 2)))
+    made.materialize(hit_step(made, view, "b", "a"), ["b"])
+
+
+def test_the_engine_thread_enters_no_condition(cache: tuple[StageCache, OneRequest]) -> None:
+    """Neither of the client nor of gRPC: locked for good, it would stop the watch of the session, and every call."""
+    assert conditions_entered(lambda: steps_with_a_new_key(*cache)) == 0
+
+
+def test_a_call_on_the_engine_thread_itself_is_noticed(
+    cache: tuple[StageCache, OneRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control."""
+    monkeypatch.setattr(rpc, "uninterrupted", lambda call: call())
+    assert conditions_entered(lambda: steps_with_a_new_key(*cache)) > 0
+
+
+def test_waits_of_the_client_enter_no_condition() -> None:
+    latch, wakeups, event = Latch(), Wakeups(), threading.Event()
+    assert conditions_entered(lambda: latch.wait(0.001)) == 0
+    assert conditions_entered(latch.set) == 0
+    assert conditions_entered(lambda: wakeups.sleeper()(0.001)) == 0
+    assert conditions_entered(wakeups.wake) == 0
+    assert conditions_entered(lambda: event.wait(0.001)) > 0, "the control"
