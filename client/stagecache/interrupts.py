@@ -61,13 +61,20 @@ class Wakeups:
         bed = threading.Lock()
         bed.acquire()
         self._sleepers.append(bed)
-        return partial(_sleep, bed)
+        return partial(self._sleep, bed)
 
     def wake(self) -> None:
         """Any thread. A sleeper that is not there any more is none the worse."""
         while self._sleepers:
             with suppress(IndexError):
                 self._sleepers.popleft().release()
+
+    def _sleep(self, bed: threading.Lock, timeout_s: float) -> bool:
+        if bed.acquire(timeout=timeout_s):
+            return True
+        with suppress(ValueError, IndexError):  # Woken just now; or others come and go: the next wake takes it out.
+            self._sleepers.remove(bed)
+        return False
 
 
 class Latch:
@@ -90,9 +97,7 @@ class Latch:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until it has happened, for ``timeout_s`` seconds at most; whether it has."""
+        if self.is_set():
+            return True
         sleep = self._wakeups.sleeper()
-        return self._set or sleep(timeout_s) or self._set
-
-
-def _sleep(bed: threading.Lock, timeout_s: float) -> bool:
-    return bed.acquire(timeout=timeout_s)
+        return self.is_set() or sleep(timeout_s) or self.is_set()

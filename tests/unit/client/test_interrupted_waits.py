@@ -62,6 +62,13 @@ def test_all_that_sleep_are_woken_and_none_that_looked_before_oversleeps() -> No
     assert not wakeups.sleeper()(0.0), "a wake is for those that are there"
 
 
+def test_nothing_is_left_of_those_that_nobody_woke() -> None:
+    wakeups = Wakeups()
+    for _ in range(3):
+        assert not wakeups.sleeper()(0.001)
+    assert len(wakeups._sleepers) == 0
+
+
 def test_a_latch_is_waited_for_on_any_thread() -> None:
     latch = Latch()
     assert not latch.wait(0.0)
