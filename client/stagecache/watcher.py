@@ -100,8 +100,8 @@ class Watcher:
 
     def _give_up(self, error: StageCacheError) -> None:
         self.gone = str(error)
+        self._tell_over()  # Before the log, whose lock an interrupt of another thread may have left taken.
         logger.warning("stagecache: prefix hits fail until this worker is attached anew: %s", error)
-        self._tell_over()
 
     def _tell_over(self) -> None:
         with self._lock:
