@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,32 @@ class Step:
     forward_s: float = 0.0
 
 
-def run_step(contender: Contender, step: Step) -> tuple[StepSample, Any, list[str]]:
+Forward = Callable[[float], None]
+"""What runs between begin and save, for so many seconds. It gives up the interpreter lock."""
+
+
+def sleeping(seconds: float) -> None:
+    """A forward that leaves the CPU idle, as one on a GPU may."""
+    time.sleep(seconds)
+
+
+class Working:
+    """A forward that multiplies matrices on the engine thread and torch's others, as a model on a CPU does."""
+
+    def __init__(self) -> None:
+        self._rows, self._weights = torch.ones(16, 1024), torch.ones(1024, 1024)
+        self._out = torch.empty(16, 1024)
+
+    def __call__(self, seconds: float) -> None:
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            torch.mm(self._rows, self._weights, out=self._out)
+
+
+FORWARDS: dict[str, Callable[[], Forward]] = {"sleep": lambda: sleeping, "work": Working}
+
+
+def run_step(contender: Contender, step: Step, forward: Forward = sleeping) -> tuple[StepSample, Any, list[str]]:
     """Drive one step. Every request's tensor of every key is taken out inside the timing."""
     batch, rows = contender.batch, step.rows
     plan = batch.plan(step.requests, step.counts)
@@ -74,7 +99,7 @@ def run_step(contender: Contender, step: Step) -> tuple[StepSample, Any, list[st
     contender.begin(plan)
     at_forward = time.perf_counter_ns()
     if step.forward_s:
-        time.sleep(step.forward_s)
+        forward(step.forward_s)
     at_save = time.perf_counter_ns()
     step_id = contender.save(rows, count)
     at_materialize = time.perf_counter_ns()
@@ -103,7 +128,12 @@ def check(contender: Contender, step: Step, outputs: Any, ids: Sequence[str]) ->
 
 
 def run_block(
-    contender: Contender, steps: Sequence[Step], daemon_pid: int | None, *, checked: bool = True
+    contender: Contender,
+    steps: Sequence[Step],
+    daemon_pid: int | None,
+    *,
+    checked: bool = True,
+    forward: Forward = sleeping,
 ) -> BlockSample:
     """Drive steps back to back, then compare all of their rows, outside of every figure."""
     block = BlockSample()
@@ -112,7 +142,7 @@ def run_block(
     before = resource.getrusage(resource.RUSAGE_SELF)
     daemon, engine = process_cpu_ns(daemon_pid), time.process_time_ns()
     for step in steps:
-        sample, outputs, ids = run_step(contender, step)
+        sample, outputs, ids = run_step(contender, step, forward)
         block.steps.append(sample)
         kept.append((step, outputs, ids))
     settle(contender)

@@ -22,7 +22,16 @@ from stagecache.bench.copies import CopyResult, measure_copies
 from stagecache.bench.figures import CaseFigures, ContenderFigures
 from stagecache.bench.hits import Hits, SameStepHits
 from stagecache.bench.lookups import LookupsResult, measure_lookups
-from stagecache.bench.measure import WrongRowsError, check, resident_bytes, run_block, run_step, settle
+from stagecache.bench.measure import (
+    FORWARDS,
+    Forward,
+    WrongRowsError,
+    check,
+    resident_bytes,
+    run_block,
+    run_step,
+    settle,
+)
 from stagecache.bench.sessions import SessionsResult, measure_sessions
 from stagecache.bench.workloads import Decode, Deferred, Lane, Prefill, Workload
 from stagecache.local_daemon import LocalDaemon
@@ -35,8 +44,8 @@ Say = Callable[[str], None]
 class BenchOptions:
     """What to measure. Empty ``only``: all workloads.
 
-    rounds: turns of each contender. steps: decode steps a turn. seconds: how long sessions run. torch_threads: 0 for
-    torch's own choice.
+    forward: what runs between begin and save, one of ``FORWARDS``. rounds: turns of each contender. steps: decode steps
+    a turn. seconds: how long sessions run. torch_threads: 0 for torch's own choice.
     """
 
     only: Sequence[str] = ()
@@ -50,6 +59,7 @@ class BenchOptions:
     num_blocks: Sequence[int] = (1_000, 1_000_000)
     sessions: Sequence[int] = (1, 8)
     chunk: int = 2048
+    forward: str = "sleep"
     rounds: int = 12
     steps: int = 8
     seconds: float = 4.0
@@ -134,7 +144,7 @@ def run_bench(options: BenchOptions, say: Say) -> BenchResult:
         from stagecache.bench.peer import Peer  # noqa: F401  its import takes seconds, and is no part of any figure
     if options.torch_threads:
         torch.set_num_threads(options.torch_threads)
-    result = BenchResult(_machine(), {})
+    result = BenchResult({**_machine(), "forward": options.forward}, {})
     with tempfile.TemporaryDirectory(prefix="stagecache-bench-") as folder, LocalDaemon(Path(folder)) as daemon:
         pid = daemon.pid
         assert pid is not None
@@ -171,12 +181,13 @@ def run_case(workload: Workload, socket: Path, daemon_pid: int, options: BenchOp
             lane = workload.lane()
             lanes.append((make(lane), lane))
         figures = {contender.name: ContenderFigures(workload.per) for contender, _ in lanes}
+        forward = FORWARDS[options.forward]()
         for contender, lane in lanes:
-            _warm_up(contender, lane, workload, figures[contender.name])
+            _warm_up(contender, lane, workload, figures[contender.name], forward)
         for turn in range(options.rounds):
             at = turn % len(lanes)
             for contender, lane in lanes[at:] + lanes[:at]:
-                block = run_block(contender, workload.block(lane), daemon_pid)
+                block = run_block(contender, workload.block(lane), daemon_pid, forward=forward)
                 figures[contender.name].blocks.append(block)
         ours, lane = next((c, lane) for c, lane in lanes if isinstance(c, Ours))
         parts, moved = attribute(ours, workload, lane)
@@ -208,16 +219,16 @@ def _contenders(workload: Workload, socket: Path, options: BenchOptions) -> list
     return makers
 
 
-def _warm_up(contender: Contender, lane: Lane, workload: Workload, figures: ContenderFigures) -> None:
+def _warm_up(contender: Contender, lane: Lane, workload: Workload, figures: ContenderFigures, forward: Forward) -> None:
     """Write what later blocks hit, then two blocks. The first step with a hit is kept by itself."""
     for step in workload.prepare(lane):
         _, outputs, ids = run_step(contender, step)
         check(contender, step, outputs, ids)
     settle(contender)
-    block = run_block(contender, workload.block(lane), None)
+    block = run_block(contender, workload.block(lane), None, forward=forward)
     if workload.has_hits:
         figures.first = block.steps[0]
-    run_block(contender, workload.block(lane), None)
+    run_block(contender, workload.block(lane), None, forward=forward)
 
 
 def _machine() -> dict[str, Any]:

@@ -31,6 +31,9 @@ def bench(
     at_once: Annotated[_Ints, typer.Option(help="Hits in one step, repeatable.")] = None,
     num_blocks: Annotated[_Ints, typer.Option(help="Sizes of the KV cache, repeatable.")] = None,
     sessions: Annotated[_Ints, typer.Option(help="Sessions at once, repeatable.")] = None,
+    forward: Annotated[
+        str, typer.Option(help="What a forward does: sleep (the CPU is idle), or work (it multiplies matrices).")
+    ] = "sleep",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each contender.")] = 12,
     steps: Annotated[int, typer.Option(min=1, max=32, help="Decode steps a turn.")] = 8,
     seconds: Annotated[float, typer.Option(min=0.2, help="How long sessions run.")] = 4.0,
@@ -53,6 +56,8 @@ def bench(
     unknown = [name for name in only or () if name not in WORKLOADS]
     if unknown:
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(WORKLOADS)}", param_hint="--only")
+    if forward not in ("sleep", "work"):
+        raise typer.BadParameter(f"{forward!r} is neither sleep nor work", param_hint="--forward")
     if find_spec("torch") is None:
         show_error("this needs torch, which is not installed here: pip install 'stagecache[torch]'")
         raise typer.Exit(1)
@@ -77,6 +82,7 @@ def bench(
     }
     options = {
         "only": only or (),
+        "forward": forward,
         "rounds": rounds,
         "steps": steps,
         "seconds": seconds,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from stagecache.bench.contenders import NONE, OURS, NoCache  # noqa: E402
 from stagecache.bench.copies import COPY_KINDS, measure_copies  # noqa: E402
 from stagecache.bench.figures import CaseFigures, ContenderFigures, Spread  # noqa: E402
 from stagecache.bench.hits import Hits, SameStepHits  # noqa: E402
-from stagecache.bench.measure import BlockSample, StepSample, WrongRowsError, check, run_step  # noqa: E402
+from stagecache.bench.measure import FORWARDS, BlockSample, StepSample, WrongRowsError, check, run_step  # noqa: E402
 from stagecache.bench.run import WORKLOADS, BenchOptions, BenchResult, run_case, workloads  # noqa: E402
 from stagecache.bench.targets import targets  # noqa: E402
 from stagecache.bench.workloads import Decode, Deferred, Prefill, Workload  # noqa: E402
@@ -88,6 +89,17 @@ def test_workloads_of_the_command_are_those_of_the_bench() -> None:
 @pytest.mark.parametrize("name", ["decode", "prefill", "hits", "same-step", "deferred", "blocks"])
 def test_only_picks_a_workload(name: str) -> None:
     assert workloads(BenchOptions(only=[name]))
+
+
+def test_a_forward_takes_its_time_asleep_or_at_work() -> None:
+    spent = {}
+    for name, made in FORWARDS.items():
+        forward = made()
+        begun, cpu = time.monotonic(), time.thread_time()
+        forward(0.05)
+        assert time.monotonic() - begun >= 0.05
+        spent[name] = time.thread_time() - cpu
+    assert spent["sleep"] < 0.001 < spent["work"]
 
 
 def test_copies_are_compared_byte_by_byte() -> None:
