@@ -150,6 +150,11 @@ class Sharing:
         for replica in self._replicas:
             assert replica.join().on
 
+    def fill(self) -> None:
+        """From now on each new block evicts another."""
+        while not self._replicas[0].cache.session.rpc.stats(5.0).namespaces[0].evictions["capacity"]:
+            self.turn()
+
     def turn(self) -> None:
         """One computes a prompt and publishes it, the other holds it, is filled with it, and hits."""
         first, second = self._replicas
@@ -176,7 +181,8 @@ def test_a_real_prometheus_evaluates_every_rule_and_every_dashboard(tmp_path: Pa
     with metrics_daemon(tmp_path, "--shared-bytes", "16KiB") as daemon:
         target = url_of(daemon).removeprefix("http://").rstrip("/")
         engines: list[MiniEngine | Sharing] = [MiniEngine(daemon.socket, stage) for stage in ("thinker", "talker")]
-        engines.append(Sharing(daemon.socket))
+        engines.append(sharing := Sharing(daemon.socket))
+        sharing.fill()
         with scraping(tmp_path, target) as prometheus, Rpc(handshake(daemon.socket, "observer")) as observer:
 
             def work() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stagecache import sharing
-from stagecache.errors import DaemonUnavailableError, UnreadableHitError
+from stagecache.errors import DaemonLostError, DaemonUnavailableError, UnreadableHitError
 from stagecache.latecache import LateCache
 from stagecache_wire.geometry import Geometry, KeySchema
 from stagecache_wire.records import Kind
@@ -123,16 +123,23 @@ def test_an_engine_whose_model_was_reset_does_not_join_again_by_itself(tmp_path:
         replica.join()
         replica.cache.reset("other weights")
         computes(replica, PROMPT)
-        replica.cache.session.watcher.reconnects = 0
         daemon.kill()
         forget_manifests(daemon)
         daemon.start()
-        poll_until(lambda: replica.cache.session.watcher.reconnects, "the watch stream to come back", 20.0)
+        poll_until(lambda: answers(replica), "the channel to come back", 20.0)
         computes(replica, OTHER)  # the first that it says to a daemon without its namespace
         assert not joined(replica)
         assert replica.cache._saver.sharing.vouched is None
         assert replica.join().on, "its engine may say so"
         replica.cache.close()
+
+
+def answers(replica: Replica) -> bool:
+    """Whether calls of the session reach the daemon."""
+    try:
+        return bool(replica.cache.session.rpc.stats(2.0).boot_id)
+    except DaemonLostError:
+        return False
 
 
 def interrupted_publish(replica: Replica, prompt: list[int], nth: int, *, behind: bool) -> None:
