@@ -70,9 +70,9 @@ test-omni-next: $(NEXT_STAMP) ## tests/omni against vLLM-Omni 0.32.0rc1
 soak: $(STAMP) ## long random runs: kills, fuzz, 30 minutes of load with faults (docs/reliability.md)
 	$(PYTEST) -m soak $(PYTEST_ARGS)
 
-bench: $(STAMP) ## the figures of docs/performance.md and of the block index, measured on this machine
+bench: $(STAMP) ## the figures of docs/performance.md and of the index of shared blocks, measured on this machine
 	@$(BIN)/stagecache bench $(BENCH_ARGS)
-	@$(BIN)/python bench/index/bench_index.py $(INDEX_BENCH_ARGS) || echo "the block index missed a promise, see above"
+	@$(BIN)/python bench/index/bench_index.py $(INDEX_BENCH_ARGS) || echo "the index of shared blocks missed a promise, see above"
 
 bench-hitrate: $(STAMP) ## the real engine with prefix caching off and on, at hit rates of 0 to 80 %, with the shim and without
 	@$(BIN)/python -m bench.engine.hit_rates $(HITRATE_ARGS)

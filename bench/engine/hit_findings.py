@@ -30,7 +30,8 @@ class Findings:
 
     Attributes:
         rates: hit rates of the requests that come one after another, in percent, rising.
-        prompt, output: tokens of each request. block_size: tokens in a KV block. requests: in a batch.
+        prompt, output: tokens of each request; batch_output: output tokens of a batch's.
+        block_size: tokens in a KV block. requests: in a batch.
         serve: by engine and rate, what ``worker.Driver.serve`` answered.
         batch: by engine and rate, what ``worker.Driver.batch`` answered.
     """
@@ -119,7 +120,7 @@ class Findings:
     # ----------------------------------------------------------- must hold
 
     def checks(self) -> list[Check]:
-        """Everything that the issue wants, in its order."""
+        """Everything that must hold, in the order of the tables."""
         return [*self._exact(), self._rows(), self._first_token(), *self._added(), *self._with_hits()]
 
     def _exact(self) -> list[Check]:

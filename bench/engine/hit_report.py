@@ -58,7 +58,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def grids(found: Findings) -> list[Grid]:
-    """All tables, in the order of the issue."""
+    """All tables: batches, single requests, the shim's own CPU, what must hold."""
     return [_throughput(found), _latency(found), _own(found), _held(found)]
 
 

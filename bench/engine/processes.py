@@ -1,8 +1,8 @@
 """Engines in processes of their own that wait for work, so that several can take turns on one machine.
 
-with EngineProcess(settings, "no shim", socket=None, log=folder / "no-shim.log") as engine:
-    engine.wait_ready()
-    answer = engine.ask("serve", turn=0)
+    with EngineProcess(settings, "no shim", socket=None, log=folder / "no-shim.log") as engine:
+        engine.wait_ready()
+        answer = engine.ask("decode", requests=16, steps=40, seed="0")
 
 A process runs ``bench.engine.worker``: it gets one JSON line a piece of work on its standard input and answers with one
 JSON line. It ends when that input does, so it never outlives its owner by more than the work in hand.

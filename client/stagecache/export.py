@@ -122,7 +122,7 @@ class Exporter:
         self._save_ns = values[_SAVE_NS] = save
         if step.leftover or step.failed:
             self._saved_more(step)
-        if step.hits:  # What becomes of the step tells the rest.
+        if step.hits:  # Its figures are written when it is materialized or discarded.
             return
         now, session = time.monotonic_ns(), self._session
         if (

@@ -51,6 +51,7 @@ ATTACH_TIMEOUT_S: Final = 120.0
 """Prefaulting pools takes about a second a GiB."""
 RPC_TIMEOUT_S: Final = 30.0
 LOCK_TIMEOUT_S: Final = 1.0
+"""Longest wait for the lock of this process, which a sweep may hold for a moment."""
 _ALIVE_EVERY_S: Final = 0.05
 ANEW: Final = "The worker attaches anew by itself as soon as a daemon takes it; rows saved before are gone."
 
@@ -326,6 +327,7 @@ class Session:
         fence()
 
     def _wait_consumed(self, sequence: int, timeout_s: float, what: str, kind: str) -> None:
+        """Apart, so that a call which need not wait makes no function and no text."""
         self.wait(lambda: self.log.consumed >= sequence, timeout_s, what, kind=kind)
 
     def wait(

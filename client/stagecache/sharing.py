@@ -48,7 +48,6 @@ BLOCKS_A_RECORD: Final = 512
 JOIN_TIMEOUT_S: Final = 120.0
 """The first session to join has the daemon prefault the namespace's memory, about a second a GiB."""
 
-
 ANSWER_TIMEOUT_S: Final = 2.0
 """Longest wait of a fill for the answer to a join in the background."""
 
@@ -88,8 +87,8 @@ class Joined:
 
 
 class BlockSharing:
-    """Logs PUBLISH and FILL records of one session. Engine thread, but for the call of ``join_later``, which sets
-    ``_on`` and ``_namespace`` on a thread of its own.
+    """Logs PUBLISH and FILL records of one session. Engine thread, but for the call that ``join_intended`` makes on a
+    thread of its own, which sets ``_begun``, ``_answer`` and ``_answered``.
     """
 
     def __init__(self, session: Session, keys: KeyBook, epochs: Epochs) -> None:
@@ -104,6 +103,7 @@ class BlockSharing:
         self._begun = False
         """A thread has begun that join."""
         self._answered = threading.Event()
+        """That thread has ended."""
         self._lock = threading.Lock()
 
     @property

@@ -26,11 +26,17 @@ MADV_HUGEPAGE: Final = 14
 MADV_COLLAPSE: Final = 25
 """Linux 6.1: now, not when khugepaged comes by."""
 HUGE: Final = 2 << 20
+"""Bytes of a huge page."""
 SMALL: Final = mmap.PAGESIZE
+"""Bytes of any other."""
 LEAST_BYTES: Final = 4 * HUGE
+"""Smaller mappings stay as they are."""
 MAPS: Final = Path("/proc/self/maps")
 
 _ANONYMOUS: Final = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw-p 00000000 00:00 0 *(\[heap\])?$", re.MULTILINE)
+
+_LOWEST_BIT: Final = bytes(value & 1 for value in range(256))
+"""A translation of mincore's bytes: of each only this bit has a meaning."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _one_at_a_time = threading.Lock()
@@ -85,6 +91,3 @@ def _resident(first: int, last: int) -> Iterator[tuple[int, int]]:
         elif size:
             yield at - size, size
             size = 0
-
-
-_LOWEST_BIT: Final = bytes(value & 1 for value in range(256))

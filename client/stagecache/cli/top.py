@@ -209,19 +209,20 @@ def _keys(state: Json) -> Table:
 
 
 def _shared(shared: Json) -> Table:
+    """A line a namespace. Used: blocks with content; taken: blocks whose rows a session took."""
     title = f"shared blocks, {size(shared['used_bytes'])} of {size(shared['limit_bytes'])}"
     table = Table(title=title, title_justify="left", expand=True, box=None, header_style="dim", pad_edge=False)
     for name, justify in (
-        ("namespace", "left"), ("sessions", "right"), ("filled", "left"), ("held", "right"), ("leases", "right"),
+        ("namespace", "left"), ("sessions", "right"), ("used", "left"), ("held", "right"), ("leases", "right"),
         ("hashes hit", "left"), ("stored", "right"), ("taken", "right"), ("evicted", "right"), ("oldest", "right"),
     ):  # fmt: skip
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for one in shared["namespaces"]:
-        filled, ratio = (one["blocks"] - one["free"]) / one["blocks"], one["hit_ratio"]
+        used, ratio = (one["blocks"] - one["free"]) / one["blocks"], one["hit_ratio"]
         table.add_row(
             Text.assemble((one["stage"], "bold"), (f" {one['id']}", "dim")),
             str(one["sessions"]),
-            Text.assemble(bar(filled, 10, "cyan"), f" of {count(one['blocks'])}"),
+            Text.assemble(bar(used, 10, "cyan"), f" of {count(one['blocks'])}"),
             count(one["held"]),
             str(one["leases"]),
             Text.assemble(bar(ratio or 0.0, 10, "green"), f" {percent(ratio)}"),

@@ -39,7 +39,7 @@ log = structlog.get_logger()
 
 
 class IndexFigures(Protocol):
-    """What a block index must tell. Called where a snapshot is made."""
+    """What the store of shared blocks must tell. Called where a snapshot is made."""
 
     def samples(self) -> Iterable[tuple[str, tuple[str, ...], float]]:
         """(metric, label values in the catalog's order, value) of every sample of ``catalog.INDEX_METRICS``."""
@@ -51,7 +51,7 @@ class IndexFigures(Protocol):
 
 
 class Monitor:
-    """Counts, remembers, and folds. ``index``: set by a daemon that has a block index."""
+    """Counts, remembers, and folds. ``index``: set by a daemon that keeps shared blocks."""
 
     def __init__(self, manager: SessionManager, journal: Journal, clock: Callable[[], float] = time.monotonic) -> None:
         self.journal = journal

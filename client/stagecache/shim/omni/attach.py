@@ -152,24 +152,27 @@ def _attach(
         never = isinstance(error, GeometryError)
         return None, None if never else _wait(runner, config, asked, make, namespace, error)
     weakref.finalize(runner, manager.shutdown)  # for a runner that ends before its first step
-    _go_on(manager, namespace)
+    _attached(manager, namespace)
     return manager, None
 
 
 def _wait(
     runner: Any, config: Any, asked: dict[str, Any], make: Any, namespace: Namespace | None, error: Exception
 ) -> Waiting:
-    def made(session: Session, requests: RequestTable, first_step_id: int) -> SidecarPrefixCacheManager:
+    """What asks for a session with the arguments that failed with ``error``. make: the manager, but for its session."""
+
+    def make_late(session: Session, requests: RequestTable, first_step_id: int) -> SidecarPrefixCacheManager:
         manager: SidecarPrefixCacheManager = make(session=session, requests=requests, first_step_id=first_step_id)
-        _go_on(manager, namespace)
+        _attached(manager, namespace)
         return manager
 
-    waiting = Waiting(partial(attach_session, config, **asked), made, asked["stage"], geometry_of(config), error)
+    waiting = Waiting(partial(attach_session, config, **asked), make_late, asked["stage"], geometry_of(config), error)
     weakref.finalize(runner, waiting.stop)
     return waiting
 
 
-def _go_on(manager: SidecarPrefixCacheManager, namespace: Namespace | None) -> None:
+def _attached(manager: SidecarPrefixCacheManager, namespace: Namespace | None) -> None:
+    """A manager has its session: it shares blocks where a namespace is named, and the log says so."""
     if namespace is not None:
         manager.share(namespace)
     session = manager.cache.session
