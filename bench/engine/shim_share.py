@@ -12,8 +12,8 @@ code and threads take is also measured in place (``shim_cpu``), which needs no c
 
 The engine computes with one thread: with one on each core (--threads 0) they spin at each other's barriers, and CPU and
 time then say most of all how busy the machine was. There is a verdict on the comparison only where the A/A interval
-lies within 1 %. The exit status is 1 where the shim's own measure says more than 1 %, and 2 where an engine or the daemon
-failed.
+lies within 1 %. The exit status is 1 where the shim's own measure says more than 1 %, and 2 where an engine or the
+daemon failed.
 """
 
 from __future__ import annotations
