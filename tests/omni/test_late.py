@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from vllm_omni.core.prefix_cache import OmniPrefixCacheManager
+from vllm_omni.core.prefix_cache import OmniPrefixCacheManager, runner_mixin
 
-from stagecache.shim.omni import SidecarPrefixCacheManager, attach
+from stagecache.shim.omni import SidecarPrefixCacheManager, attach, patch
 from stagecache.shim.omni.late import LateManager
 from tests.daemon_process import DaemonProcess, poll_until
 from tests.model.steps import Scheduled, Step
@@ -106,3 +107,23 @@ def test_without_a_scheduler_that_resets_it_stays_and_says_so_once(late: Late, s
         assert late.step(Scheduled("a", (0, 1), first, 1, "cached"), epoch=None) == {"a": [first]}
     assert late.manager.changed is None
     assert [line for line in shim_log if "stays on vLLM-Omni's in-process cache" in line] == shim_log[-1:]
+
+
+def test_a_stage_that_cannot_change_asks_no_daemon(
+    one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its session would hold memory of the node that nobody uses."""
+    monkeypatch.setenv("STAGECACHE_SOCKET", str(tmp_path / "d.sock"))
+    monkeypatch.delenv("STAGECACHE_REQUIRED", raising=False)
+    runner = Runner("stays")
+    runner.lay_out()
+    attach.prepare(runner)
+    assert asking()
+    original = runner_mixin.PrefixCacheRunnerMixin._ensure_omni_prefix_cache.__wrapped__
+    patch._ensure(runner_mixin, original, adapter_api=True)(runner)
+    assert type(runner.omni_prefix_cache) is OmniPrefixCacheManager
+    poll_until(lambda: not asking(), "it to ask no more")
+
+
+def asking() -> bool:
+    return any(thread.name == "stagecache-attach" for thread in threading.enumerate())

@@ -140,10 +140,14 @@ def _ensure(module: ModuleType, original: Callable[[Any], None], adapter_api: bo
         if manager is None or isinstance(manager, Waiting):
             config = self._omni_prefix_cache_cfg
             original(self)
-            if manager is not None and not adapter_api and self.omni_prefix_cache is not None:
-                view = _group_view(module, self, config)
-                late = self.omni_prefix_cache = LateManager(self, self.omni_prefix_cache, manager, view)
-                weakref.finalize(self, late.shutdown)
+            if manager is None:
+                return
+            if adapter_api or self.omni_prefix_cache is None:
+                manager.stop()  # It cannot change: a session would hold memory of the node for nothing.
+                return
+            view = _group_view(module, self, config)
+            late = self.omni_prefix_cache = LateManager(self, self.omni_prefix_cache, manager, view)
+            weakref.finalize(self, late.shutdown)
             return
         config, self._omni_prefix_cache_cfg = self._omni_prefix_cache_cfg, None
         view = _group_view(module, self, config)
