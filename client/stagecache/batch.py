@@ -127,10 +127,10 @@ class BatchReader:
     def _mixed(self, ids: list[str], scheduled: Mapping[str, int], tokens: int) -> Batch:
         """Any other step."""
         self._decoded = -1
-        computed = self._view.num_computed()
+        computed, requests = self._view.num_computed(), len(ids)
         # One by one is slower, but its code is in use by few_runs too, and that of a slice is not.
-        few = len(ids) <= FEW_REQUESTS
-        first = [computed.item(row) for row in range(len(ids))] if few else computed[: len(ids)].tolist()
+        few = requests <= FEW_REQUESTS
+        first = [computed.item(row) for row in range(requests)] if few else computed[:requests].tolist()
         counts, offsets, ends, total = [], [0], [], 0
         for index, req_id in enumerate(ids):
             count = scheduled.get(req_id, 0)

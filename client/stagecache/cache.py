@@ -279,7 +279,8 @@ class StageCache:
         else:
             self._saver.epochs.follow(epoch, getattr(scheduler_output, "stagecache_model", None))
         with self._lock:
-            plan = self._noted(scheduler_output)
+            last = self._next_step_id - 1
+            plan = self._noted(scheduler_output, last) if self._missed else self._planner.plan(scheduler_output, last)
         self._plan = plan
         if plan.ended:
             self._saver.flush_ended(plan.ended, plan.finished)
@@ -292,11 +293,8 @@ class StageCache:
             self._saver.begin_hits(plan.hits)
         return plan
 
-    def _noted(self, scheduler_output: Any) -> StepPlan:
-        """The plan of a step, behind what missed ones say. Caller holds the lock."""
-        last = self._next_step_id - 1
-        if not self._missed:
-            return self._planner.plan(scheduler_output, last)
+    def _noted(self, scheduler_output: Any, last: int) -> StepPlan:
+        """The plan of a step behind missed ones, and what these say. last: newest step saved. Caller holds the lock."""
         earlier = [missed for missed in self._missed if missed is not scheduler_output]
         ended = StepPlan(None, {}, 0)
         self._planner.catch_up(earlier, ended, last)

@@ -51,29 +51,30 @@ class Wakeups:
     oversleeps.
     """
 
-    __slots__ = ("_sleepers",)
+    __slots__ = ("sleepers",)
 
     def __init__(self) -> None:
-        self._sleepers: deque[threading.Lock] = deque()
+        self.sleepers: deque[threading.Lock] = deque()
+        """Where there is none, a ``wake`` would do nothing."""
 
     def sleeper(self) -> Callable[[float], bool]:
         """``sleeper()(timeout_s)`` sleeps until the next ``wake`` after this call: whether there was one in time."""
         bed = threading.Lock()
         bed.acquire()
-        self._sleepers.append(bed)
+        self.sleepers.append(bed)
         return partial(self._sleep, bed)
 
     def wake(self) -> None:
         """Any thread. A sleeper that is not there any more is none the worse."""
-        while self._sleepers:
+        while self.sleepers:
             with suppress(IndexError):
-                self._sleepers.popleft().release()
+                self.sleepers.popleft().release()
 
     def _sleep(self, bed: threading.Lock, timeout_s: float) -> bool:
         if bed.acquire(timeout=timeout_s):
             return True
         with suppress(ValueError, IndexError):  # Woken just now; or others come and go: the next wake takes it out.
-            self._sleepers.remove(bed)
+            self.sleepers.remove(bed)
         return False
 
 

@@ -102,7 +102,8 @@ class StepPages:
     def hand_out(self, use: PageUse) -> None:
         """The step of this page was consumed. Any thread; twice does nothing."""
         use.handed_out = True
-        self._changed.wake()
+        if self._changed.sleepers:
+            self._changed.wake()
 
     def abandon(self, step_id: int) -> None:
         """The step failed: its page is nobody's. Where its record got out, the daemon has still to read the page."""

@@ -66,7 +66,7 @@ def test_nothing_is_left_of_those_that_nobody_woke() -> None:
     wakeups = Wakeups()
     for _ in range(3):
         assert not wakeups.sleeper()(0.001)
-    assert len(wakeups._sleepers) == 0
+    assert len(wakeups.sleepers) == 0
 
 
 def test_a_latch_is_waited_for_on_any_thread() -> None:
