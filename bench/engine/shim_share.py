@@ -10,10 +10,10 @@ is taken turn by turn, since engines that ran right after each other met the sam
 bootstrap interval over all turns. Rows are handed out in every step, as to a consumer that takes them. What the shim's
 code and threads take is also measured in place (``shim_cpu``), which needs no comparison.
 
-The engine computes with one thread: with one on each core the threads spin at each other's barriers, and CPU and time
-then say most of all how busy the machine was. There is a verdict on the comparison only where the A/A interval lies
-within 1 %. The exit status is 1 where the shim's own measure says more than 1 %, and 2 where an engine or the daemon
-failed.
+The engine computes with one thread: with one on each core (--threads 0) they spin at each other's barriers, and CPU and
+time then say most of all how busy the machine was. There is a verdict on the comparison only where the A/A interval
+lies within 1 %. The exit status is 1 where the shim's own measure says more than 1 %, and 2 where an engine or the
+daemon failed.
 """
 
 from __future__ import annotations
