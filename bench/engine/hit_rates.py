@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from bench.engine.hit_findings import CACHING, ENGINES, OFF_BARE, OFF_SHIM, SHIMS, Findings
-from bench.engine.hit_report import show, write_markdown, write_plot
+from bench.engine.hit_report import check_markdown, show, write_markdown, write_plot
 from bench.engine.hits import check_exact
 from bench.engine.processes import EngineFailedError, EngineProcess, EngineSettings, in_turn, wait_all
 from stagecache.demo.checkpoint import ModelShape, write_checkpoint
@@ -189,8 +190,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     try:
         check_exact(options.prompt, (*options.rates, 50), options.block_size)
         ModelShape(hidden=options.hidden, layers=options.layers)
+        if options.markdown is not None:
+            check_markdown(options.markdown)
     except ValueError as error:
         parser.error(str(error))
+    if options.plots is not None and find_spec("matplotlib") is None:
+        parser.error("--plots needs matplotlib, which is not installed here: pip install matplotlib")
+    for path in (options.json, options.markdown):
+        if path is not None and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            parser.error(f"{path} cannot be written: choose a file in a folder that exists and is yours")
     return options
 
 

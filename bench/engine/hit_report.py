@@ -174,13 +174,32 @@ def describe(machine: dict[str, Any]) -> str:
     )
 
 
+_BETWEEN_MARKS = re.compile(re.escape(MARKS[0]) + ".*?" + re.escape(MARKS[1]), re.DOTALL)
+
+
+def check_markdown(path: Path) -> None:
+    """
+    Raises:
+        ValueError: the file holds something, and no marks that say where the tables go: writing would lose it.
+    """
+    old = path.read_text(encoding="utf-8") if path.exists() else ""
+    if old.strip() and not _BETWEEN_MARKS.search(old):
+        raise ValueError(
+            f"{path} is not empty and has no lines {MARKS[0]} and {MARKS[1]}: add them, or name a new file"
+        )
+
+
 def write_markdown(found: Findings, machine: dict[str, Any], path: Path) -> None:
-    """Put the tables between the marks of ``path``, or where it has none, make them all of the file."""
+    """Put the tables between the marks of ``path``; a new or empty file gets the marks too.
+
+    Raises:
+        ValueError: as ``check_markdown``.
+    """
+    check_markdown(path)
     text = "\n\n".join([f"`{machine['command']}`. {describe(machine)}", *(grid.markdown() for grid in grids(found))])
     framed = f"{MARKS[0]}\n{text}\n{MARKS[1]}"
     old = path.read_text(encoding="utf-8") if path.exists() else ""
-    between = re.compile(re.escape(MARKS[0]) + ".*?" + re.escape(MARKS[1]), re.DOTALL)
-    new = between.sub(lambda _: framed, old) if between.search(old) else framed + "\n"
+    new = _BETWEEN_MARKS.sub(lambda _: framed, old) if old.strip() else framed + "\n"
     path.write_text(new, encoding="utf-8")
 
 

@@ -1,7 +1,7 @@
 """What the shim adds to a decode step of the real vLLM engine on the CPU, when no request hits: engine-process CPU with
 it and without it, and twice without it (A/A), which says how much of a difference is noise.
 
-    python -m bench.engine.shim_share [--requests 16] [--steps 40] [--hidden 1024] [--layers 4] [--rounds 3]
+    python -m bench.engine.shim_share [--requests 16] [--steps 20] [--hidden 1024] [--layers 28] [--rounds 3]
         [--turns 6] [--threads 1] [--json FILE]
 
 A round starts three engines anew, each in a process of its own. They take turns, in another order each time: all
@@ -10,10 +10,11 @@ is taken turn by turn, since engines that ran right after each other met the sam
 bootstrap interval over all turns. Rows are handed out in every step, as to a consumer that takes them. What the shim's
 code and threads take is also measured in place (``shim_cpu``), which needs no comparison.
 
-The engine computes with one thread: with one on each core (--threads 0) they spin at each other's barriers, and CPU and
-time then say most of all how busy the machine was. There is a verdict on the comparison only where the A/A interval
-lies within 1 %. The exit status is 1 where the shim's own measure says more than 1 %, and 2 where an engine or the
-daemon failed.
+The model has the width and the layers of the smallest ones that people serve (0.6B parameters): what the shim takes
+hardly depends on the layers, what a step takes does. The engine computes with one thread: with one on each core
+(--threads 0) they spin at each other's barriers, and CPU and time then say most of all how busy the machine was. There
+is a verdict on the comparison only where the A/A interval lies within 1 %. The exit status is 1 where the shim's own
+measure says more than 1 %, and 2 where an engine or the daemon failed.
 """
 
 from __future__ import annotations
@@ -146,9 +147,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--requests", type=int, default=16, help="requests of a decode step (default 16)")
-    parser.add_argument("--steps", type=int, default=40, help="decode steps a turn (default 40)")
+    parser.add_argument("--steps", type=int, default=20, help="decode steps a turn (default 20)")
     parser.add_argument("--hidden", type=int, default=1024, help="width of the model (default 1024)")
-    parser.add_argument("--layers", type=int, default=4, help="layers of the model (default 4)")
+    parser.add_argument("--layers", type=int, default=28, help="layers of the model (default 28)")
     parser.add_argument("--rounds", type=int, default=3, help="how often the engines are started (default 3)")
     parser.add_argument("--turns", type=int, default=6, help="turns of each engine a round (default 6)")
     parser.add_argument("--threads", type=int, default=1, help="computing threads; 0: vLLM's choice (default 1)")

@@ -341,3 +341,20 @@ def test_the_plot_is_the_same_for_the_same_figures(tmp_path: Path) -> None:
     first, second = write_plot(findings(), tmp_path / "1"), write_plot(findings(), tmp_path / "2")
     assert first.read_bytes() == second.read_bytes()
     assert b"time to the first token" in first.read_bytes()
+
+
+def test_a_file_that_holds_something_else_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Something else\n")
+    with pytest.raises(SystemExit):
+        parse(["--markdown", str(page)])
+    assert "add them, or name a new file" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="not empty"):
+        write_markdown(findings(), MACHINE, page)
+    assert page.read_text() == "# Something else\n"
+    with pytest.raises(SystemExit):
+        parse(["--json", str(tmp_path / "none" / "file")])
+    assert "cannot be written" in capsys.readouterr().err
+    assert parse(["--markdown", str(tmp_path / "new.md")]).markdown is not None
