@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from stagecache.cli.console import out
+from stagecache.cli.console import out, show_table
 from stagecache.control import Observer, ping, stats_to_dict
 from stagecache_wire.v1 import stagecache_pb2 as pb
 
@@ -48,8 +48,8 @@ def show_status(socket: Path, *, as_json: bool, timeout_s: float) -> None:
     if not stats.sessions:
         out.print("No sessions: no worker is attached.")
         return
-    out.print(_session_table(stats))
-    out.print(_key_table(stats))
+    show_table(_session_table(stats))
+    show_table(_key_table(stats))
     for why in _unlocked(stats):
         out.print(why)
 

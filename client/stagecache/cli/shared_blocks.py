@@ -10,7 +10,7 @@ from typing import Any, Final
 from rich.markup import escape
 from rich.table import Table
 
-from stagecache.cli.console import out
+from stagecache.cli.console import out, show_table
 from stagecache.cli.control import _bytes, _duration
 from stagecache.control import Observer, message_to_dict
 from stagecache.errors import StageCacheError, UnsupportedHashError
@@ -51,7 +51,7 @@ def show_index(socket: Path, *, as_json: bool, timeout_s: float) -> None:
     if not stats.namespaces:
         out.print("No namespace: no worker has joined one.")
         return
-    out.print(_namespace_table(stats, time.time()))
+    show_table(_namespace_table(stats, time.time()))
 
 
 def _namespace_table(stats: pb.StatsResponse, now: float) -> Table:
