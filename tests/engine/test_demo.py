@@ -187,6 +187,7 @@ def test_a_killed_demo_takes_its_daemon_along(engine_environment: dict[str, str]
     assert names_of(node) == []
 
 
+@pytest.mark.soak  # Ctrl-C and the demo's own death are in the short form
 def test_a_killed_daemon_fails_the_demo_and_the_next_start_sweeps(
     engine_environment: dict[str, str], short_tmp: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -74,6 +74,7 @@ class Churn(threading.Thread):
                 time.sleep(0.01)
 
 
+@pytest.mark.soak  # tests/crash/test_daemon_killed.py has the short form
 def test_daemon_killed_at_random_loses_no_session_and_leaves_no_file(fresh_daemon: DaemonProcess) -> None:
     """What the worker was told of stays true across every kill; the fixture sees that no file is left."""
     dice = random.Random(7)
