@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 
 from stagecache.errors import DaemonLostError, StageCacheError
+from stagecache.interrupts import Latch
 from stagecache_wire import layout
 from stagecache_wire.records import Kind, Record
 from stagecache_wire.v1 import stagecache_pb2 as pb
@@ -102,7 +103,7 @@ class BlockSharing:
         """Of a join in the background, which the engine thread has not looked at."""
         self._begun = False
         """A thread has begun that join."""
-        self._answered = threading.Event()
+        self._answered = Latch()
         """That thread has ended."""
         self._lock = threading.Lock()
 
@@ -159,7 +160,7 @@ class BlockSharing:
         """The model is what ``namespace`` names, and nothing was asked yet."""
         self._namespace = None if namespace is None else (namespace, self._epochs.model_resets)
         self._on, self._answer, self._begun = False, None, False
-        self._answered = threading.Event()
+        self._answered = Latch()
 
     def join_intended(self) -> None:
         """Join, on a thread of its own, what was intended and is still the model's; once, however often it is called.
